@@ -1,0 +1,57 @@
+# Every target makes its own .venv first, so a fresh clone needs nothing but make and a Python.
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint types format docs-figures clean
+
+# Paths are relative to this file: `make -C` works from anywhere, and PYTHON=... chooses an interpreter.
+PYTHON ?=
+PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3)
+EXTRAS := gallery,web,plots,dev
+RUN := .venv/bin/python
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv ## train, index and search on built-in data, in minutes on a laptop
+	@$(RUN) -m seps.demo
+
+test: .venv ## run every test
+	@$(RUN) -m pytest
+
+bench: .venv ## measure speed and memory (benchmarks/*.py)
+	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do echo "$$script"; $(RUN) "$$script"; done
+
+lint: .venv ## check style and format
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+types: .venv ## check types
+	@$(RUN) -m mypy
+
+format: .venv ## rewrite the code in the project's format
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+docs-figures: .venv ## draw the figures of the documentation (docs/figures/*.py)
+	@set -e; for script in $(sort $(wildcard docs/figures/*.py)); do echo "$$script"; $(RUN) "$$script"; done
+
+clean: ## remove caches and builds (.venv and runs stay)
+	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find src tests benchmarks docs examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The stamp is written last: an interrupted installation is taken up again, a changed dependency installed.
+.venv: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt | .venv/bin/pip
+	@echo "Installing seps and its dependencies into .venv; the first time takes some minutes."
+	@$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+.venv/bin/pip:
+	@for python in $(PYTHONS); do \
+		if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			exec "$$python" -m venv .venv; \
+		fi; \
+	done; \
+	echo "seps needs Python 3.11 or later with its venv module; tried: $(PYTHONS)." \
+		"Install one, or name it: make PYTHON=/path/to/python3.11" >&2; \
+	exit 1
