@@ -13,11 +13,10 @@ LARGEST = 2**20
 LARGE: dict[str, str] = {}
 # What no file may say, and why.
 FORBIDDEN = {
-    r"(?<![\w.])/(?:work|home|root|Users|tmp)/\w": "names a path of one machine",
-    r"\bfiles\.pythonhosted\.org|\bpypi\.org/simple|--(?:extra-)?index-url|\bregistry\.npmjs\.org": "names a registry",
+    r"(?<![\w.~])/(?:home|root|Users|work)/\w": "names a path of one machine",
+    r"\bpythonhosted\.org|\bpypi\.org/simple|--(?:extra-)?index-url|\bregistry\.npmjs": "names a registry",
     r"\b(?:TODO|FIXME|XXX)\b|\bNotImplementedError\b": "is unfinished",
     r"^(?:<{7}|>{7}) ": "holds a merge conflict",
-    r"\b(?:Claude|ChatGPT|Copilot|co-authored-by)\b": "speaks of who wrote it",
 }
 TEXT = {
     ".py",
@@ -80,9 +79,7 @@ def test_the_rules_bite(text):
 
 
 def test_the_rules_leave_ordinary_text_alone():
-    assert not complaints(
-        "https://arxiv.org/abs/1 src/home/x tests/work/y ~/data ./tmp/z a session of thought"
-    )
+    assert not complaints("https://arxiv.org/abs/1 src/home/x tests/work/y ~/work/data")
 
 
 def test_tracked_files_are_small():

@@ -1,6 +1,7 @@
 """Imports point one way, and `import seps` stays cheap."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,7 @@ def modules(package: Path) -> dict[str, list[Path]]:
 
 
 def imported_modules(path: Path, package: Path) -> set[str]:
-    """Top modules of the package that a file imports, whatever the form of the import and wherever it stands."""
+    """Top modules of the package that a file imports, in any form and wherever the import stands."""
     here = [package.name, *path.relative_to(package).parent.parts]
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -137,21 +138,20 @@ def test_a_narrower_rule_beats_the_order(tmp_path):
     ]
 
 
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    ).stdout.strip()
+
+
 def test_importing_seps_loads_nothing_heavy():
-    code = f"import sys, seps; print(*[name for name in {HEAVY!r} if name in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": str(PACKAGE.parent)},
-    )
-    assert result.stdout.split() == []
-    assert result.stderr == ""
+    assert run_python(f"import sys, seps; print(*[name for name in {HEAVY!r} if name in sys.modules])") == ""
 
 
-def test_importing_seps_leaves_torch_as_it_was():
-    """Nothing is done at import: no seed, no default, no thread count, no log handler."""
+def test_importing_seps_leaves_everything_as_it_was():
+    """No seed, default, thread count or log handler is set at import."""
     code = (
         "import logging, torch\n"
         "def state():\n"
@@ -161,11 +161,4 @@ def test_importing_seps_leaves_torch_as_it_was():
         "import seps\n"
         "print(before == state())"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": str(PACKAGE.parent)},
-    )
-    assert result.stdout.strip() == "True"
+    assert run_python(code) == "True"
