@@ -349,6 +349,7 @@ def _dense_of_split(inner: Path, stem: str, images: int, problems: Problems) -> 
 
 def _with_dense(records: Iterable[Record], file: Path, problems: Problems) -> Iterator[Record]:
     """Descriptions from a JSONL of {"text", "image"}, joined by image name; without names, by image order."""
+
     def check(entry: Any) -> tuple[str | None, str]:
         text = _field(entry, "text")
         return (_field(entry, "image") if "image" in entry else None), text
@@ -361,7 +362,9 @@ def _with_dense(records: Iterable[Record], file: Path, problems: Problems) -> It
     if named and anonymous:
         raise ValueError(f"{file}: {anonymous} of {len(lines)} lines lack the 'image' that the others have")
     if not named and skipped:
-        raise ValueError(f"{file}: its lines name no 'image', and their order is lost once records are skipped")
+        raise ValueError(
+            f"{file}: its lines name no 'image', and their order is lost once records are skipped"
+        )
     for i, record in enumerate(records):
         if named:
             text = named.get(record.image.name)

@@ -143,4 +143,3 @@ def written_beside(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-

@@ -85,7 +85,10 @@ def augment_words(
 
 
 def cap_words(
-    ids: Sequence[int], words: Sequence[int | None], most_words: int = MOST_WORDS, most_tokens: int | None = None
+    ids: Sequence[int],
+    words: Sequence[int | None],
+    most_words: int = MOST_WORDS,
+    most_tokens: int | None = None,
 ) -> tuple[list[int], list[int]]:
     """Keeps the first words whole, up to a number of words and of tokens; special tokens always stay."""
     owners = [NO_WORD if word is None else int(word) for word in words]

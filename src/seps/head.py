@@ -1,0 +1,252 @@
+"""SlimHead: slimming and alignment under a recipe, from tokens to an (images, texts) score matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from seps.alignment import Aligner
+from seps.recipe import Recipe
+from seps.slimming import Branch, Slimmer, token_weights, unit
+from seps.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """How a score came about. Where the text has no say in a branch, its T axis has length 1.
+
+    scores (B,T); branches: what each branch decided; tokens: the slim tokens each alignment met, unit
+    length, CLS first and residual last, (B,T,J+2,C); patch_scores and word_scores: the two terms of a
+    description's match, word_scores None where the recipe has none.
+    """
+
+    scores: Tensor
+    branches: Mapping[str, Branch]
+    tokens: Mapping[str, Tensor]
+    patch_scores: Tensor
+    word_scores: Tensor | None = None
+
+    @property
+    def decisions(self) -> list[Tensor]:
+        """Decisions of the sparse and, if there is one, the dense branch, for the ratio loss."""
+        return [branch.decision for branch in self.branches.values()]
+
+
+class SlimHead(nn.Module):
+    """Scores of images and texts under a recipe.
+
+    patches is the number of patches the encoder yields (it fixes J), channels is C.
+    """
+
+    def __init__(self, recipe: Recipe, patches: int, channels: int) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.channels = channels
+        self.slimmer = Slimmer(recipe, patches, channels)
+        self.aligner = Aligner(recipe)
+        self.description = DescriptionMatch(recipe, channels) if recipe.dense == "matched" else None
+
+    def forward(
+        self,
+        images: Tokens,
+        texts: Tokens,
+        dense: Tokens | None = None,
+        guides: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """The score of every pair.
+
+        dense: dense text of the images or of the texts, as the recipe's dense_side says; guides: further
+        vectors of the images (B,C) by name, such as sound or another modality -> (B,T)
+        """
+        return self.inspect(images, texts, dense, guides).scores
+
+    def inspect(
+        self,
+        images: Tokens,
+        texts: Tokens,
+        dense: Tokens | None = None,
+        guides: Mapping[str, Tensor] | None = None,
+    ) -> Inspection:
+        """The scores together with everything they came from, tokens built one by one."""
+        with full_precision(images.features):
+            images, texts, dense, extra = self.admit(images, texts, dense, guides)
+            seed = self.draw_seed()
+            branches = self.slimmer(
+                images,
+                self.branch_guides(texts, dense, extra),
+                self.branch_presence(dense),
+                seed=seed,
+            )
+            return self._align(images, texts, dense, branches)
+
+    def _align(
+        self, images: Tokens, texts: Tokens, dense: Tokens | None, branches: dict[str, Branch]
+    ) -> Inspection:
+        values = self.slimmer.prepare(images).features
+        groups = [[name] for name in branches] if self.recipe.dense == "branch" else [list(branches)]
+        tokens, patch_scores = {}, torch.zeros((), device=values.device)
+        for group in groups:
+            name = group[0]
+            tokens[name] = slim_tokens([branches[each] for each in group], values, images.cls)
+            words = self.branch_words(name, texts, dense)
+            met = self.aligner(words.features.unsqueeze(0), tokens[name], word_mask(words))
+            present = branches[name].present
+            patch_scores = patch_scores + (met if present is None else met * present)
+        if self.description is None:
+            return Inspection(patch_scores, branches, tokens, patch_scores)
+        word_scores = self.description.scores(patch_scores, images, texts, dense)
+        return Inspection(patch_scores + word_scores, branches, tokens, patch_scores, word_scores)
+
+    def branch_guides(
+        self, texts: Tokens, dense: Tokens | None, extra: Sequence[Tensor]
+    ) -> dict[str, list[Tensor]]:
+        """The vectors that guide each branch, of images (B,1,C) or of texts (1,T,C)."""
+        sparse = texts.mean().unsqueeze(0)
+        if dense is None or self.recipe.dense == "none":
+            return {"sparse": [sparse, *extra]}
+        described = dense.mean().unsqueeze(1 if self.recipe.dense_side == "image" else 0)
+        if self.recipe.dense == "branch":
+            return {"sparse": [sparse, *extra], "dense": [described, *extra]}
+        return {name: [sparse, described, *extra] for name in self.recipe.branches}
+
+    def branch_presence(self, dense: Tokens | None) -> dict[str, Tensor]:
+        """Where the dense branch takes part: where there is dense text. (B,1) or (1,T) boolean"""
+        if dense is None or dense.mask is None:
+            return {}
+        return {"dense": dense.present.unsqueeze(1 if self.recipe.dense_side == "image" else 0)}
+
+    def branch_words(self, branch: str, texts: Tokens, dense: Tokens | None) -> Tokens:
+        """The words a branch is aligned with: the query's, or in "branch" its own dense text's."""
+        own = self.recipe.dense == "branch" and self.recipe.dense_side == "text"
+        return dense if own and branch == "dense" and dense is not None else texts
+
+    def draw_seed(self) -> int:
+        """A fresh seed for the noise of one batch, zero where none is drawn."""
+        return int(torch.randint(0, 2**31 - 1, ())) if self.slimmer.sampling else 0
+
+    def admit(
+        self,
+        images: Tokens,
+        texts: Tokens,
+        dense: Tokens | None,
+        guides: Mapping[str, Tensor] | None,
+    ) -> tuple[Tokens, Tokens, Tokens | None, list[Tensor]]:
+        """Check the inputs, bring them to the head's precision, and drop descriptions in training."""
+        side = self.recipe.dense_side
+        if dense is not None and self.recipe.dense == "none":
+            raise ValueError("dense: expected none, since the recipe has dense='none', found dense text")
+        if dense is not None and len(dense) != len(images if side == "image" else texts):
+            count = len(images if side == "image" else texts)
+            raise ValueError(f"dense: expected one for each of the {count} {side}s, found {len(dense)}")
+        dtype = torch.promote_types(images.features.dtype, torch.float32)
+        given = {"images": images, "texts": texts} | ({} if dense is None else {"dense": dense})
+        for name, tokens in given.items():
+            if tokens.channels != self.channels:
+                raise ValueError(f"{name}: expected {self.channels} channels, found {tokens.channels}")
+            if not torch.compiler.is_compiling():
+                tokens.require_finite(name)
+        for name in ("images", "texts"):
+            if not torch.compiler.is_compiling() and not bool(given[name].present.all()):
+                missing = int((~given[name].present).nonzero()[0])
+                raise ValueError(
+                    f"{name}: expected at least one real token each, found none in item {missing}"
+                )
+        extra = [check_guide(name, guide, images).to(dtype) for name, guide in (guides or {}).items()]
+        if dense is not None and self.description is not None:
+            dense = self.description.drop(dense)
+        plain = None if dense is None else dense.to(dtype).cleaned()
+        return images.to(dtype).cleaned(), texts.to(dtype).cleaned(), plain, extra
+
+
+class DescriptionMatch(nn.Module):
+    """The description's own term: its words are a second token set of the image, met by the query's words.
+
+    ``S = S_patches + weight * S_words``; where an image has no description, S_words is a learned affine
+    function of S_patches, so that it ranks fairly among described ones.
+    """
+
+    def __init__(self, recipe: Recipe, channels: int) -> None:
+        super().__init__()
+        self.dropout = recipe.description_dropout
+        self.aligner = Aligner(recipe)
+        self.raw_weight = nn.Parameter(torch.tensor(1.0).expm1().log())
+        self.absent_scale = nn.Parameter(torch.ones(()))
+        self.absent_shift = nn.Parameter(torch.zeros(()))
+        slim = replace(recipe, dense="none", description_tokens="words")
+        slimmed = recipe.description_tokens == "slimmed"
+        self.slimmer = Slimmer(slim, recipe.description_length, channels) if slimmed else None
+
+    @property
+    def weight(self) -> Tensor:
+        """The learned weight of the description's term, above zero."""
+        return functional.softplus(self.raw_weight)
+
+    def drop(self, dense: Tokens) -> Tokens:
+        """In training, take the description away from some images at random."""
+        if not self.training or self.dropout == 0:
+            return dense
+        return dense.without(torch.rand(len(dense), device=dense.features.device) < self.dropout)
+
+    def evidence(self, images: Tokens, dense: Tokens, seed: int = 0) -> Tokens:
+        """The token set that stands for each description, unit length; needed once per image. -> (B,D,C)"""
+        if self.slimmer is None:
+            return Tokens(unit(dense.features), dense.mask)
+        branches = self.slimmer(dense, {"sparse": [images.mean().unsqueeze(1)]}, seed=seed)
+        tokens = slim_tokens(list(branches.values()), self.slimmer.prepare(dense).features, None)[:, 0]
+        return Tokens(tokens, dense.present.unsqueeze(1).expand(tokens.shape[:2]))
+
+    def absent(self, patch_scores: Tensor) -> Tensor:
+        """What stands in for S_words where there is no description. (B,T) -> (B,T)"""
+        return self.absent_scale * patch_scores + self.absent_shift
+
+    def scores(self, patch_scores: Tensor, images: Tokens, texts: Tokens, dense: Tokens | None) -> Tensor:
+        """The weighted description term of every pair. -> (B,T)"""
+        stand_in = self.absent(patch_scores)
+        if dense is None:
+            return self.weight * stand_in
+        seed = int(torch.randint(0, 2**31 - 1, ())) if self.slimmer and self.slimmer.sampling else 0
+        evidence = self.evidence(images, dense, seed)
+        mask = None if evidence.mask is None else evidence.mask.unsqueeze(1)
+        met = self.aligner(
+            texts.features.unsqueeze(0), evidence.features.unsqueeze(1), word_mask(texts), mask
+        )
+        return self.weight * torch.where(dense.present.unsqueeze(1), met, stand_in)
+
+
+def slim_tokens(branches: Sequence[Branch], values: Tensor, cls: Tensor | None) -> Tensor:
+    """CLS if there is one, the aggregated tokens, the residual token; unit length.
+
+    values (B,N,C), cls (B,C) -> (B,T,J+2,C), or J+1 without CLS
+    """
+    tokens = token_weights(branches) @ values.unsqueeze(1)
+    if cls is not None:
+        first = cls[:, None, None].expand(-1, tokens.shape[1], -1, -1)
+        tokens = torch.cat([first, tokens], dim=2)
+    return unit(tokens)
+
+
+def word_mask(texts: Tokens) -> Tensor | None:
+    """The texts' mask, to broadcast over images. -> (1,T,M)"""
+    return None if texts.mask is None else texts.mask.unsqueeze(0)
+
+
+def check_guide(name: str, guide: Tensor, images: Tokens) -> Tensor:
+    """A further guide of the images as `guidance` wants it. (B,C) -> (B,1,C)"""
+    expected = (len(images), images.channels)
+    if guide.shape != expected:
+        raise ValueError(f"guides[{name!r}]: expected shape {expected}, found {tuple(guide.shape)}")
+    if not torch.compiler.is_compiling() and not bool(torch.isfinite(guide).all()):
+        raise ValueError(f"guides[{name!r}]: expected finite numbers, found NaN or infinity")
+    return guide.unsqueeze(1)
+
+
+@contextmanager
+def full_precision(features: Tensor) -> Iterator[None]:
+    """Selection and scores are no place for half precision: autocast is off inside."""
+    with torch.autocast(features.device.type, enabled=False):
+        yield

@@ -1,0 +1,76 @@
+"""Equations 6 and 7, and InfoNCE: pure functions of score matrices and decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from seps.recipe import RatioForm, Recipe
+
+Negatives = Literal["all", "hardest"]
+
+
+def same_image(scores: Tensor, image_ids: Tensor | None) -> Tensor:
+    """Pairs that are no negatives: those of the same image. scores (B,B), image_ids (B,) -> (B,B) boolean"""
+    if scores.dim() != 2 or scores.shape[0] != scores.shape[1] or scores.shape[0] == 0:
+        raise ValueError(f"scores: expected a square batch (B, B), found {tuple(scores.shape)}")
+    if image_ids is None:
+        return torch.eye(len(scores), dtype=torch.bool, device=scores.device)
+    if image_ids.shape != scores.shape[:1]:
+        raise ValueError(f"image_ids: expected {len(scores)} of them, found shape {tuple(image_ids.shape)}")
+    return image_ids.unsqueeze(0) == image_ids.unsqueeze(1)
+
+
+def hinge(
+    scores: Tensor, image_ids: Tensor | None = None, negatives: Negatives = "hardest", margin: float = 0.2
+) -> Tensor:
+    """Bidirectional hinge over a square batch, summed over it (eq. 6). scores (B,B), image_ids (B,)"""
+    positive = same_image(scores, image_ids)
+    own = scores.diagonal()
+    texts = (margin + scores - own.unsqueeze(1)).clamp(min=0).masked_fill(positive, 0)
+    images = (margin + scores - own.unsqueeze(0)).clamp(min=0).masked_fill(positive, 0)
+    if negatives == "all":
+        return texts.sum() + images.sum()
+    if negatives == "hardest":
+        return texts.max(1).values.sum() + images.max(0).values.sum()
+    raise ValueError(f"negatives: expected 'all' or 'hardest', found {negatives!r}")
+
+
+def info_nce(scores: Tensor, image_ids: Tensor | None = None, temperature: Tensor | float = 0.07) -> Tensor:
+    """Cross-entropy of the own pair against the batch, both ways, mean over it. scores (B,B), image_ids (B,)"""
+    others = same_image(scores, image_ids) & ~same_image(scores, None)
+    logits = (scores / temperature).masked_fill(others, -torch.inf)
+    own = logits.diagonal()
+    return ((logits.logsumexp(1) - own).mean() + (logits.logsumexp(0) - own).mean()) / 2
+
+
+def ratio(
+    decisions: Sequence[Tensor],
+    keep_ratio: float,
+    form: RatioForm = "per_branch",
+    sparse_weight: float = 1.0,
+    dense_weight: float = 1.0,
+) -> Tensor:
+    """Distance of the kept share from keep_ratio (eq. 7). decisions: the sparse branch's, then the dense's."""
+    if not 1 <= len(decisions) <= 2:
+        raise ValueError(f"decisions: expected those of one or two branches, found {len(decisions)}")
+    shares = [decision.mean() for decision in decisions]
+    weights = (sparse_weight, dense_weight)[: len(shares)]
+    weighed = list(zip(weights, shares, strict=True))
+    if form == "joint":
+        return (keep_ratio - torch.stack([weight * share for weight, share in weighed]).sum()) ** 2
+    if form == "summed":
+        return (torch.stack(shares).sum() - keep_ratio) ** 2
+    if form == "per_branch":
+        return torch.stack([weight * (share - keep_ratio) ** 2 for weight, share in weighed]).sum()
+    raise ValueError(f"form: expected joint, per_branch or summed, found {form!r}")
+
+
+def ratio_of(recipe: Recipe, decisions: Sequence[Tensor]) -> Tensor:
+    """The ratio loss as a recipe wants it, weight included."""
+    return recipe.ratio_weight * ratio(
+        decisions, recipe.keep_ratio, recipe.ratio_form, recipe.sparse_weight, recipe.dense_weight
+    )
