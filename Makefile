@@ -43,7 +43,7 @@ clean: ## remove caches and builds (.venv and runs stay)
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/pip
 	@echo "Installing seps and its dependencies into .venv; the first time takes some minutes."
-	@$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 .venv/bin/pip:
