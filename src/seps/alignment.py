@@ -47,7 +47,8 @@ def pool(
         else:
             total = total + maxima.masked_fill(~mask, 0).sum(-1) / mask.sum(-1).clamp(min=1)
     if pooling != "mean":
-        assert relevance is not None
+        if relevance is None:
+            raise ValueError(f"relevance: expected a network for pooling {pooling!r}, found none")
         total = total + apply(relevance, largest(maxima, mask, top_k)).squeeze(-1)
     return total
 

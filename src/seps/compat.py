@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from seps.losses import hinge, ratio
 from seps.recipe import Recipe, Selection, laps, paper, released
 from seps.slimming import (
     Slimmer,
-    aggregate_count,
     aggregation_network,
     aggregation_weights,
     decide,
@@ -58,7 +57,7 @@ class TokenSparse(nn.Module):
         use_gumbel: bool = False,
         gumbel_tau: float = 1.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens (B,N,C), attentions (B,N) -> kept (B,K,C) most salient first, residual (B,1,C), mask (B,N)"""
+        """tokens (B,N,C), attentions (B,N) -> kept (B,K,C), best first, residual (B,1,C), mask (B,N)"""
         expect_patches("tokens", tokens, self.embed_dim)
         given = {"attention_x": attention_x, "attention_y": attention_y}
         given |= {} if attention_y_dense is None else {"attention_y_dense": attention_y_dense}
@@ -78,8 +77,9 @@ class TokenSparse(nn.Module):
         mode: Selection = "straight_through" if use_gumbel else "topk"
         uniform = torch.rand_like(saliency).clamp(1e-6, 1 - 1e-6)
         decision = decide(saliency, counts, mode, uniform=uniform, temperature=gumbel_tau)
-        order = saliency.masked_fill(decision < 0.5, -torch.inf).sort(-1, descending=True, stable=True)
-        index = order.indices[:, 0, :keep].unsqueeze(-1).expand(-1, -1, tokens.shape[2])
+        ranked = saliency.masked_fill(decision < 0.5, -torch.inf)
+        order = ranked.argsort(dim=-1, descending=True, stable=True)
+        index = order[:, 0, :keep].unsqueeze(-1).expand(-1, -1, tokens.shape[2])
         # A kept patch passes through its decision (1 in value), so that the noise reaches the score.
         kept = (tokens * decision.transpose(1, 2)).gather(1, index)
         residual = residual_weights(saliency, decision) @ tokens
@@ -145,7 +145,7 @@ def mask_xattn_one_text(
     top_k: int = 5,
     relevance_mlp: nn.Module | None = None,
 ) -> Tensor:
-    """Eq. 5 for one text. img_embs (B,J,C) and cap_i_expand (B,M,C) of unit length, img_mask (B,J) -> (B,1)"""
+    """Eq. 5 for one text, unit vectors in. img_embs (B,J,C), cap_i_expand (B,M,C), img_mask (B,J) -> (B,1)"""
     expect_patches("img_embs", img_embs, img_embs.shape[-1])
     expect_patches("cap_i_expand", cap_i_expand, img_embs.shape[-1])
     if img_mask is not None and img_mask.shape != img_embs.shape[:2]:
@@ -208,7 +208,7 @@ class _PairHead(nn.Module):
         self.num_patches = num_patches
         head = SlimHead(recipe, num_patches, embed_size)
         # In a tuple, so that its parameters are registered once: under the ancestors' names.
-        self._heads = (head,)
+        self._heads: tuple[SlimHead, ...] = (head,)
         learned = recipe.scoring == "mix"
         self.sparse_net_cap = TokenSparse(embed_size, recipe.keep_ratio, learned)
         self.sparse_net_long = TokenSparse(embed_size, recipe.keep_ratio, learned)
@@ -361,12 +361,15 @@ class ContrastiveLoss(nn.Module):
         self.max_violation = max_violation
 
     def max_violation_on(self) -> None:
+        """Count the hardest negative only."""
         self.max_violation = True
 
     def max_violation_off(self) -> None:
+        """Count all negatives."""
         self.max_violation = False
 
     def forward(self, scores: Tensor, img_ids: Tensor | None = None) -> Tensor:
+        """scores (B,B), img_ids (B,) -> the sum over the batch"""
         return hinge(scores, img_ids, "hardest" if self.max_violation else "all", self.margin)
 
 
@@ -382,6 +385,7 @@ class RatioLoss(nn.Module):
         self.lambda_dense = lambda_dense
 
     def forward(self, score_mask: Masks | list[Tensor]) -> Tensor:
+        """One mask, or the sparse branch's and the dense's, each (T,B,N)."""
         if isinstance(score_mask, Tensor):
             return ratio([score_mask.float()], self.target_ratio)
         masks = [mask.float() for mask in score_mask]
@@ -406,6 +410,7 @@ class SEPSLoss(nn.Module):
         self.ratio_weight = ratio_weight
 
     def set_max_violation(self, max_violation: bool = True) -> None:
+        """Count the hardest negative only, or all."""
         self.contrastive_loss.max_violation = max_violation
 
     def forward(
@@ -443,16 +448,22 @@ class MultiModalSDTPS(nn.Module):
             temperature=gumbel_tau,
             selection="straight_through" if use_gumbel else "topk",
         )
-        slimmers = {name: Slimmer(recipe, num_patches, embed_dim) for name in self.MODALITIES}
-        self._slimmers = (slimmers,)
-        for name, slimmer in slimmers.items():
-            sparse = TokenSparse(embed_dim, sparse_ratio)
-            sparse.score_predictor = slimmer.predictors["sparse"]
-            aggregation = TokenAggregation(embed_dim, slimmer.tokens)
-            aggregation.weight = slimmer.networks["sparse"]
-            aggregation.scale = slimmer.scale
-            self.add_module(f"{name}_sparse", sparse)
-            self.add_module(f"{name}_aggr", aggregation)
+        # In a tuple, so that its parameters are registered once: under the ancestors' names.
+        self._slimmers = ({name: Slimmer(recipe, num_patches, embed_dim) for name in self.MODALITIES},)
+        for name, slimmer in self._slimmers[0].items():
+            self.add_module(f"{name}_sparse", TokenSparse(embed_dim, sparse_ratio, use_paper_version=True))
+            self.add_module(f"{name}_aggr", TokenAggregation(embed_dim, slimmer.tokens))
+        self._bind()
+
+    def _bind(self) -> None:
+        """Lend the registered networks to the slimmers; they may have been replaced since the last call."""
+        for name, slimmer in self._slimmers[0].items():
+            sparse = cast(TokenSparse, self.get_submodule(f"{name}_sparse"))
+            aggregation = cast(TokenAggregation, self.get_submodule(f"{name}_aggr"))
+            slimmer.train(self.training)
+            slimmer.scale = aggregation.scale
+            slimmer.networks["sparse"] = aggregation.weight
+            slimmer.predictors["sparse"] = sparse.score_predictor
 
     def forward(
         self,
@@ -463,18 +474,23 @@ class MultiModalSDTPS(nn.Module):
         NI_global: Tensor,
         TI_global: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Patches (B,N,C) and globals (B,C) -> enhanced tokens (B,J+1,C) three times, masks (B,N) three times"""
+        """Patches (B,N,C) and globals (B,C) -> three enhanced token sets (B,J+1,C), three masks (B,N)"""
         patches = dict(zip(self.MODALITIES, (RGB_cash, NI_cash, TI_cash), strict=True))
         anchors = dict(zip(self.MODALITIES, (RGB_global, NI_global, TI_global), strict=True))
+        self._bind()
+        for name, anchor in anchors.items():
+            expect_patches(f"{name} patches", patches[name], self.embed_dim)
+            expected = (len(patches[name]), self.embed_dim)
+            if anchor.shape != expected:
+                raise ValueError(f"{name} global: expected shape {expected}, found {tuple(anchor.shape)}")
         tokens, masks = [], []
         for name, slimmer in self._slimmers[0].items():
-            expect_patches(f"{name} patches", patches[name], self.embed_dim)
             others = [anchors[other].unsqueeze(1) for other in self.MODALITIES if other != name]
-            seed = int(torch.randint(0, 2**31 - 1, ())) if slimmer.train(self.training).sampling else 0
+            seed = int(torch.randint(0, 2**31 - 1, ())) if slimmer.sampling else 0
             branch = slimmer(Tokens(patches[name]), {"sparse": others}, anchor=anchors[name], seed=seed)
             tokens.append(token_weights(list(branch.values()))[:, 0] @ patches[name])
             masks.append(branch["sparse"].decision[:, 0])
-        return (*tokens, *masks)  # type: ignore[return-value]
+        return (*tokens, *masks)
 
 
 def expect_patches(name: str, tokens: Tensor, channels: int) -> None:

@@ -40,7 +40,7 @@ def hinge(
 
 
 def info_nce(scores: Tensor, image_ids: Tensor | None = None, temperature: Tensor | float = 0.07) -> Tensor:
-    """Cross-entropy of the own pair against the batch, both ways, mean over it. scores (B,B), image_ids (B,)"""
+    """Cross-entropy of the own pair against the batch, both ways, averaged. scores (B,B), image_ids (B,)"""
     others = same_image(scores, image_ids) & ~same_image(scores, None)
     logits = (scores / temperature).masked_fill(others, -torch.inf)
     own = logits.diagonal()
@@ -54,7 +54,7 @@ def ratio(
     sparse_weight: float = 1.0,
     dense_weight: float = 1.0,
 ) -> Tensor:
-    """Distance of the kept share from keep_ratio (eq. 7). decisions: the sparse branch's, then the dense's."""
+    """Distance of the kept share from keep_ratio (eq. 7). decisions: of the sparse branch, then the dense."""
     if not 1 <= len(decisions) <= 2:
         raise ValueError(f"decisions: expected those of one or two branches, found {len(decisions)}")
     shares = [decision.mean() for decision in decisions]

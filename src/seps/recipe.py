@@ -90,8 +90,8 @@ class Recipe:
             )
         if self.detach_selection and self.selection != "topk":
             raise ValueError(
-                f"selection={self.selection!r} sends a gradient through the decision and detach_selection=True "
-                "forbids it: use selection='topk' or detach_selection=False"
+                f"selection={self.selection!r} sends a gradient through the decision, which "
+                "detach_selection=True forbids: use selection='topk' or detach_selection=False"
             )
 
     @property

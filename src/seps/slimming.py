@@ -159,6 +159,12 @@ class Branch:
         """Which patches stay. -> (B,T,N) boolean"""
         return self.decision.detach() > 0.5
 
+    def taking_part(self, rows: Tensor) -> Tensor:
+        """Rows (B,T,...) of the branch, zero where it takes no part."""
+        if self.present is None:
+            return rows
+        return rows * self.present.to(rows.dtype).view(*self.present.shape, *[1] * (rows.dim() - 2))
+
     def indices(self, image: int, text: int = 0) -> Tensor:
         """Kept patches of a pair, the most salient first. -> (K,)"""
         kept = self.kept[image, min(text, self.kept.shape[1] - 1)].nonzero().squeeze(1)
@@ -172,21 +178,17 @@ def token_weights(branches: Sequence[Branch]) -> Tensor:
     The branches' aggregations add up, their residual tokens are averaged over the branches that take part.
     -> (B,T,J+1,N)
     """
-    aggregated: Tensor | None = None
-    residual: Tensor | None = None
-    count: Tensor | float = 0.0
-    for branch in branches:
-        share = 1.0 if branch.present is None else branch.present.to(branch.residual.dtype)[..., None]
-        rows = branch.aggregation * (share if branch.present is None else share[..., None])
-        aggregated = rows if aggregated is None else aggregated + rows
-        residual = branch.residual * share if residual is None else residual + branch.residual * share
-        count = count + share
-    assert aggregated is not None and residual is not None
-    residual = residual / count
-    texts = max(aggregated.shape[1], residual.shape[1])
-    return torch.cat(
-        [aggregated.expand(-1, texts, -1, -1), residual.unsqueeze(2).expand(-1, texts, -1, -1)], dim=2
-    )
+    aggregated = total([branch.taking_part(branch.aggregation) for branch in branches])
+    residual = total([branch.taking_part(branch.residual) for branch in branches])
+    one = residual.new_ones(1, 1, 1)
+    # Where no branch takes part the weights are zero, not undefined.
+    count = total([branch.taking_part(one) for branch in branches]).clamp(min=1)
+    return torch.cat([aggregated, (residual / count).unsqueeze(2)], dim=2)
+
+
+def total(terms: Sequence[Tensor]) -> Tensor:
+    """The sum of one tensor or more that broadcast to each other."""
+    return sum(terms[1:], start=terms[0])
 
 
 def saliency_predictor(channels: int) -> nn.Sequential:
@@ -218,6 +220,7 @@ class Gate(nn.Module):
         self.log_slope = nn.Parameter(torch.tensor(math.log(slope)))
 
     def forward(self, saliency: Tensor) -> Tensor:
+        """Log-odds of keeping. (B,T,N) -> (B,T,N)"""
         return self.log_slope.exp() * (saliency - self.threshold)
 
 

@@ -79,6 +79,7 @@ class Tokens:
 
     @property
     def channels(self) -> int:
+        """C."""
         return self.features.shape[2]
 
     @property
