@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .records import Broken, Collection, Problems, Record
+from seps.data.records import Broken, Collection, Problems, Record
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,7 @@ def recognise(place: Path) -> tuple[str, Path]:
     )
 
 
-def read_jsonl(
-    path: Path, problems: Problems, check: Callable[[Any], T] = lambda entry: entry
-) -> Iterator[tuple[int, T | None]]:
+def read_jsonl(path: Path, problems: Problems, check: Callable[[Any], T]) -> Iterator[tuple[int, T | None]]:
     """(line number, checked value) of every line of a JSONL; a broken line is met and gives None."""
     for number, line in _lines(path):
         try:
@@ -164,10 +162,15 @@ def _texts(value: Any, what: str) -> tuple[str, ...]:
     return texts
 
 
-def _field(entry: Any, name: str) -> str:
+def json_object(entry: Any) -> dict[str, Any]:
+    """A check for `read_jsonl`: the line holds an object."""
     if not isinstance(entry, dict):
         raise _UnfitError(f"expected a JSON object, found {_brief(entry)}")
-    value = entry.get(name)
+    return entry
+
+
+def _field(entry: Any, name: str) -> str:
+    value = json_object(entry).get(name)
     if not isinstance(value, str) or not value.strip():
         raise _UnfitError(f"expected {name!r} as a non-empty text, found {_brief(value)}")
     return value.strip()

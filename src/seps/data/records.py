@@ -14,7 +14,7 @@ from typing import IO, Any, Literal, Protocol
 import numpy as np
 from PIL import Image
 
-from .images import open_image
+from seps.data.images import open_image
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .records import written_beside
+from seps.data.records import written_beside
 
 WORD = re.compile(r"[^\W_]+|[^\w\s]|_")
 NO_WORD = -1
