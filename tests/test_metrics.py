@@ -39,6 +39,13 @@ def test_recall_worked_by_hand():
     assert (recall.queries, recall.unmatched) == (10, 0)
 
 
+def test_the_median_of_an_even_count_is_rounded_down():
+    """Ranks 1 and 4: halfway lies 2.5."""
+    scores = torch.tensor([[0.9, 0.0, 0.1, 0.2], [0.5, 0.1, 0.6, 0.7]])
+    images = measure_retrieval(scores, [0, 1, 0, 0]).image_to_text
+    assert (images.median_rank, images.mean_rank) == (2, 2.5)
+
+
 def test_rsum_adds_both_directions():
     result = measure_retrieval(torch.eye(3), range(3))
     assert result.rsum == pytest.approx(600)
