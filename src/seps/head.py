@@ -50,6 +50,9 @@ class SlimHead(nn.Module):
         self.slimmer = Slimmer(recipe, patches, channels)
         self.aligner = Aligner(recipe)
         self.description = DescriptionMatch(recipe, channels) if recipe.dense == "matched" else None
+        if self.description is not None:
+            # Two relevance networks that start apart would tell described images from others by an offset.
+            self.description.aligner.load_state_dict(self.aligner.state_dict())
 
     def forward(
         self,
@@ -107,12 +110,16 @@ class SlimHead(nn.Module):
     ) -> dict[str, list[Tensor]]:
         """The vectors that guide each branch, of images (B,1,C) or of texts (1,T,C)."""
         sparse = texts.mean().unsqueeze(0)
-        if dense is None or self.recipe.dense == "none":
+        if self.recipe.dense == "none":
             return {"sparse": [sparse, *extra]}
-        described = dense.mean().unsqueeze(1 if self.recipe.dense_side == "image" else 0)
+        names = self.recipe.branches if dense is not None else ("sparse",)
+        # A missing guide counts as zero: it stays in the count of guides, as where some images lack theirs.
+        described = sparse.new_zeros(1, 1, self.channels)
+        if dense is not None:
+            described = dense.mean().unsqueeze(1 if self.recipe.dense_side == "image" else 0)
         if self.recipe.dense == "branch":
-            return {"sparse": [sparse, *extra], "dense": [described, *extra]}
-        return {name: [sparse, described, *extra] for name in self.recipe.branches}
+            return {name: [sparse if name == "sparse" else described, *extra] for name in names}
+        return {name: [sparse, described, *extra] for name in names}
 
     def branch_presence(self, dense: Tokens | None) -> dict[str, Tensor]:
         """Where the dense branch takes part: where there is dense text. (B,1) or (1,T) boolean"""
