@@ -44,8 +44,9 @@ class EpochSampler:
     """The batches of one epoch for one process; (seed, epoch, start_step) is all the state there is.
 
     `captions` counts the captions of every record. An epoch of `draws="image"` sees every image once with a
-    random caption, of `draws="caption"` every caption once. Over all processes no batch holds two captions
-    of an image unless `repeats` allows it; what does not fill a last batch is left for another epoch.
+    random caption, of `draws="caption"` every caption once; where counts differ, every image comes as often
+    as the median one, so that epochs are equally long. Over all processes no batch holds two captions of an
+    image unless `repeats` allows it; what does not fill a last batch is left for another epoch.
     """
 
     captions: Sequence[int]
@@ -105,10 +106,9 @@ class EpochSampler:
             return list(zip(order.tolist(), picks[order].tolist(), strict=True))
         ranks = [generator.permutation(count).tolist() for count in counts.tolist()]
         return [
-            (index, ranks[index][turn])
-            for turn in range(int(counts.max()))
+            (index, ranks[index][turn % len(ranks[index])])
+            for turn in range(int(np.median(counts)))
             for index in generator.permutation(len(counts)).tolist()
-            if turn < counts[index]
         ]
 
     @cached_property
