@@ -15,6 +15,11 @@ def _scramble(words: Tensor) -> Tensor:
     return words ^ (words >> 16)
 
 
+def between_zero_and_one(words: Tensor) -> Tensor:
+    """32-bit words as numbers above 0 and below 1, of 23 bits and a half: float32 rounds none of them to 1."""
+    return ((words >> 9).to(torch.float32) + 0.5) / (1 << 23)
+
+
 def pair_uniform(seed: int, images: Tensor, texts: Tensor, patches: int) -> Tensor:
     """Uniform numbers in (0,1) that depend on (seed, image, text, patch) alone.
 
@@ -25,7 +30,7 @@ def pair_uniform(seed: int, images: Tensor, texts: Tensor, patches: int) -> Tens
     second = _scramble((first.unsqueeze(1) + 0x9E3779B9 * (texts.long() + 1)) & _WORD)
     steps = torch.arange(1, patches + 1, device=images.device) * 0x85EBCA77
     third = _scramble(_scramble((second.unsqueeze(2) + steps) & _WORD))
-    return ((third >> 8).to(torch.float32) + 0.5) / (1 << 24)
+    return between_zero_and_one(third)
 
 
 def gumbel(uniform: Tensor) -> Tensor:

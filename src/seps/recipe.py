@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_type_hints
 
 Scoring = Literal["mix", "sum"]
@@ -15,6 +17,12 @@ Directions = Literal["both", "word_to_patch", "patch_to_word"]
 Selection = Literal["topk", "straight_through", "gumbel_topk", "gates", "soft"]
 RatioForm = Literal["joint", "per_branch", "summed"]
 DescriptionTokens = Literal["words", "slimmed"]
+
+_KINDS: dict[type, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,12 +65,22 @@ class Recipe:
     description_dropout: float = 0.3
 
     def __post_init__(self) -> None:
+        self._refuse_wrong_kinds()
+        self._refuse_wrong_ranges()
+        self._refuse_contradictions()
+
+    def _refuse_wrong_kinds(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
-            allowed = get_args(hint)
-            if allowed and getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(allowed)}, found {getattr(self, name)!r}"
-                )
+            value, allowed = getattr(self, name), get_args(hint)
+            if allowed:
+                fits, expected = value in allowed, f"one of {', '.join(allowed)}"
+            else:
+                kind, expected = _KINDS[hint]
+                fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+            if not fits:
+                raise ValueError(f"{name}: expected {expected}, found {value!r}")
+
+    def _refuse_wrong_ranges(self) -> None:
         for name in ("keep_ratio", "aggregate_ratio"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}: expected above 0 and at most 1, found {getattr(self, name)}")
@@ -70,19 +88,18 @@ class Recipe:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
         for name in ("mixing", "ratio_weight", "sparse_weight", "dense_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: expected at least 0, found {getattr(self, name)}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature: expected above 0, found {self.temperature}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: expected at least 0 and finite, found {getattr(self, name)}")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature: expected above 0 and finite, found {self.temperature}")
         if not 0 <= self.description_dropout < 1:
             raise ValueError(f"description_dropout: expected 0 to below 1, found {self.description_dropout}")
-        self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
         if self.dense == "matched" and self.dense_side == "text":
             raise ValueError(
-                "dense='matched' makes the description evidence of the image, so it cannot hang on the text: "
-                "use dense_side='image', or dense='fused' or 'branch' for the published protocol"
+                "dense_side='text' hangs the description on the query, and dense='matched' makes it evidence "
+                "of the image: use dense_side='image', or dense='fused' or 'branch' for the published protocol"
             )
         if self.description_tokens == "slimmed" and self.dense != "matched":
             raise ValueError(

@@ -17,8 +17,9 @@ from seps.noise import gumbel, logistic, pair_uniform
 from seps.recipe import Recipe, Selection
 from seps.tokens import Tokens
 
-# A dropped patch's logit may lie above every kept one; this bounds the gradient its decision receives.
-_LOGIT_MARGIN = 15.0
+# A dropped patch's logit may lie far above every kept one; no decision receives more than this many times
+# the gradient of the tokens.
+_GRADIENT_BOUND = 100.0
 
 
 def unit(vectors: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ def aggregation_weights(logits: Tensor, decision: Tensor) -> Tensor:
     """
     kept = (decision.detach() > 0).unsqueeze(2)
     top = logits.detach().unsqueeze(1).masked_fill(~kept, -math.inf).amax(-1, keepdim=True)
-    lifted = (logits.unsqueeze(1) - top).clamp(max=_LOGIT_MARGIN).exp()
+    lifted = (logits.unsqueeze(1) - top).clamp(max=math.log(_GRADIENT_BOUND)).exp()
     raw = decision.unsqueeze(2) * lifted
     return raw / raw.sum(-1, keepdim=True)
 
