@@ -35,7 +35,8 @@ def _fold(corners: int, inner: float) -> Inside:
     dent_x, dent_y = inner * math.cos(half), inner * math.sin(half)
 
     def inside(x: Array, y: Array) -> Array:
-        angle = np.abs((np.arctan2(x, -y) + half) % (2 * half) - half)
+        angle = np.arctan2(x, -y)
+        angle = np.abs(angle - 2 * half * np.rint(angle / (2 * half)))
         radius = np.hypot(x, y)
         across, up = radius * np.cos(angle), radius * np.sin(angle)
         # Left of the edge from the corner (1, 0) to the dent: the cross product is not negative.
@@ -81,10 +82,15 @@ FORMS: dict[str, Inside] = {
     "moon": _moon,
 }
 
+
+def _saw(values: Array) -> Array:
+    return values - np.floor(values)
+
+
 PATTERNS: dict[str, Inside] = {
-    "striped": lambda x, y: ((x + y) * 2.0) % 1 < 0.42,
-    "dotted": lambda x, y: ((x * 2.2) % 1 - 0.5) ** 2 + ((y * 2.2) % 1 - 0.5) ** 2 < 0.085,
-    "checked": lambda x, y: (np.floor(x * 2.4) + np.floor(y * 2.4)) % 2 < 0.5,
+    "striped": lambda x, y: _saw((x + y) * 2.0) < 0.42,
+    "dotted": lambda x, y: (_saw(x * 2.2) - 0.5) ** 2 + (_saw(y * 2.2) - 0.5) ** 2 < 0.085,
+    "checked": lambda x, y: (_saw(x * 1.2) < 0.5) == (_saw(y * 1.2) < 0.5),
 }
 
 
@@ -93,11 +99,13 @@ def draw(scene: Scene, size: int = 128) -> Image.Image:
     canvas = _backdrop(scene.backdrop, size)
     for index in scene.order:
         thing = scene.things[index]
-        left, top, right, bottom = frame = _frame(thing, size, margin=0.5)
+        left, top, right, bottom = frame = _frame(thing, size)
         x, y = _axes(thing, size, frame)
         alpha = _mean(FORMS[thing.shape](x, y))
+        shadow = _shadow(alpha, thing.radius * size)
+        shaded = canvas[top : top + shadow.shape[0], left : left + shadow.shape[1]]
+        shaded *= 1 - 0.42 * shadow[: shaded.shape[0], : shaded.shape[1], None]
         part = canvas[top:bottom, left:right]
-        part *= 1 - 0.42 * _shadow(alpha, thing.radius * size)[..., None]
         part += alpha[..., None] * (_ink(thing, x, y) - part)
     return Image.fromarray(np.clip(np.rint(canvas), 0, 255).astype(np.uint8))
 
@@ -107,7 +115,7 @@ def visible(scene: Scene, size: int = 128) -> Array:
     shown = np.zeros((len(scene.things), size, size), dtype=np.float32)
     for index in scene.order:
         thing = scene.things[index]
-        left, top, right, bottom = frame = _frame(thing, size, margin=0)
+        left, top, right, bottom = frame = _frame(thing, size)
         alpha = _mean(FORMS[thing.shape](*_axes(thing, size, frame)))
         shown[:, top:bottom, left:right] *= 1 - alpha
         shown[index, top:bottom, left:right] = alpha
@@ -135,11 +143,10 @@ def _overlaps(cells: int, pixels: int) -> Array:
     return (np.clip(lengths, 0, None) * (cells / pixels)).astype(np.float32)
 
 
-def _frame(thing: Thing, size: int, margin: float) -> tuple[int, int, int, int]:
-    """Pixels (left, top, right, bottom) that hold a thing, with a margin in radii below and on the right."""
+def _frame(thing: Thing, size: int) -> tuple[int, int, int, int]:
+    """The pixels (left, top, right, bottom) that hold a thing."""
     reach = thing.radius * 1.15
     left, top = (max(0, math.floor((place - reach) * size)) for place in (thing.x, thing.y))
-    reach += margin * thing.radius
     right, bottom = (min(size, math.ceil((place + reach) * size)) for place in (thing.x, thing.y))
     return left, top, right, bottom
 
@@ -174,10 +181,10 @@ def _ink(thing: Thing, x: Array, y: Array) -> Array:
 
 
 def _shadow(alpha: Array, radius: float) -> Array:
-    """The soft shadow a thing throws down and to the right."""
-    shift = max(1, round(0.16 * radius))
-    moved = np.zeros_like(alpha)
-    moved[shift:, shift:] = alpha[:-shift, :-shift]
+    """The soft shadow a thing throws down and to the right, beyond its own frame."""
+    shift, margin = max(1, round(0.16 * radius)), round(0.5 * radius) + 2
+    moved = np.zeros((alpha.shape[0] + margin, alpha.shape[1] + margin), dtype=np.float32)
+    moved[shift : shift + alpha.shape[0], shift : shift + alpha.shape[1]] = alpha
     soft = ImageFilter.BoxBlur(max(1.0, 0.14 * radius))
     return np.asarray(Image.fromarray((moved * 255).astype(np.uint8)).filter(soft), dtype=np.float32) / 255
 
