@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from seps.alignment import align, relevance_network
 from seps.head import SlimHead
 from seps.losses import hinge, ratio
+from seps.modalities import RGB_NIR_TIR, MultiModalSlimmer, reidentification
 from seps.recipe import Recipe, Selection, laps, paper, released
 from seps.slimming import (
-    Slimmer,
     aggregation_network,
     aggregation_weights,
     decide,
@@ -27,7 +27,6 @@ from seps.slimming import (
     mix,
     residual_weights,
     saliency_predictor,
-    token_weights,
 )
 from seps.tokens import Tokens
 
@@ -425,7 +424,7 @@ class SEPSLoss(nn.Module):
 class MultiModalSDTPS(nn.Module):
     """Slims RGB, NIR and TIR patches, each guided by its own and the others' global features."""
 
-    MODALITIES = ("rgb", "nir", "tir")
+    MODALITIES = RGB_NIR_TIR
 
     def __init__(
         self,
@@ -440,8 +439,7 @@ class MultiModalSDTPS(nn.Module):
         super().__init__()
         self.embed_dim = embed_dim
         self.num_patches = num_patches
-        recipe = paper(
-            dense="none",
+        recipe = reidentification(
             keep_ratio=sparse_ratio,
             aggregate_ratio=aggr_ratio,
             mixing=beta,
@@ -449,18 +447,19 @@ class MultiModalSDTPS(nn.Module):
             selection="straight_through" if use_gumbel else "topk",
         )
         # In a tuple, so that its parameters are registered once: under the ancestors' names.
-        self._slimmers = ({name: Slimmer(recipe, num_patches, embed_dim) for name in self.MODALITIES},)
-        for name, slimmer in self._slimmers[0].items():
+        self._slimmers = (MultiModalSlimmer(self.MODALITIES, recipe, num_patches, embed_dim),)
+        for name in self.MODALITIES:
+            tokens = self._slimmers[0].slimmer(name).tokens
             self.add_module(f"{name}_sparse", TokenSparse(embed_dim, sparse_ratio, use_paper_version=True))
-            self.add_module(f"{name}_aggr", TokenAggregation(embed_dim, slimmer.tokens))
+            self.add_module(f"{name}_aggr", TokenAggregation(embed_dim, tokens))
         self._bind()
 
     def _bind(self) -> None:
-        """Lend the registered networks to the slimmers; they may have been replaced since the last call."""
-        for name, slimmer in self._slimmers[0].items():
+        """Lend the registered networks to the slimmer; they may have been replaced since the last call."""
+        for name in self.MODALITIES:
+            slimmer = self._slimmers[0].train(self.training).slimmer(name)
             sparse = cast(TokenSparse, self.get_submodule(f"{name}_sparse"))
             aggregation = cast(TokenAggregation, self.get_submodule(f"{name}_aggr"))
-            slimmer.train(self.training)
             slimmer.scale = aggregation.scale
             slimmer.networks["sparse"] = aggregation.weight
             slimmer.predictors["sparse"] = sparse.score_predictor
@@ -478,19 +477,11 @@ class MultiModalSDTPS(nn.Module):
         patches = dict(zip(self.MODALITIES, (RGB_cash, NI_cash, TI_cash), strict=True))
         anchors = dict(zip(self.MODALITIES, (RGB_global, NI_global, TI_global), strict=True))
         self._bind()
-        for name, anchor in anchors.items():
+        for name in self.MODALITIES:
             expect_patches(f"{name} patches", patches[name], self.embed_dim)
-            expected = (len(patches[name]), self.embed_dim)
-            if anchor.shape != expected:
-                raise ValueError(f"{name} global: expected shape {expected}, found {tuple(anchor.shape)}")
-        tokens, masks = [], []
-        for name, slimmer in self._slimmers[0].items():
-            others = [anchors[other].unsqueeze(1) for other in self.MODALITIES if other != name]
-            seed = int(torch.randint(0, 2**31 - 1, ())) if slimmer.sampling else 0
-            branch = slimmer(Tokens(patches[name]), {"sparse": others}, anchor=anchors[name], seed=seed)
-            tokens.append(token_weights(list(branch.values()))[:, 0] @ patches[name])
-            masks.append(branch["sparse"].decision[:, 0])
-        return (*tokens, *masks)
+        tokens = {name: Tokens(each) for name, each in patches.items()}
+        rgb, nir, tir = self._slimmers[0].inspect(tokens, anchors).values()
+        return rgb.tokens, nir.tokens, tir.tokens, rgb.decision, nir.decision, tir.decision
 
 
 def expect_patches(name: str, tokens: Tensor, channels: int) -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from seps.recipe import RatioForm, Recipe
 
@@ -74,3 +75,29 @@ def ratio_of(recipe: Recipe, decisions: Sequence[Tensor]) -> Tensor:
     return recipe.ratio_weight * ratio(
         decisions, recipe.keep_ratio, recipe.ratio_form, recipe.sparse_weight, recipe.dense_weight
     )
+
+
+def batch_hard_triplet(features: Tensor, identities: Tensor, margin: float | None = 0.3) -> Tensor:
+    """Every item is nearer to its farthest like than to its nearest unlike, averaged over the batch.
+
+    Items without a like or an unlike in the batch are left out; without a margin its smooth form, the
+    softplus, takes the hinge's place. features (B,C), identities (B,)
+    """
+    if features.dim() != 2 or identities.shape != features.shape[:1]:
+        raise ValueError(
+            f"features, identities: expected (B, C) and (B,), found {tuple(features.shape)} and "
+            f"{tuple(identities.shape)}"
+        )
+    squares = features.square().sum(1)
+    squared = squares.unsqueeze(1) + squares - 2 * features @ features.T
+    distances = squared.clamp(min=1e-12).sqrt()
+    same = identities.unsqueeze(0) == identities.unsqueeze(1)
+    itself = torch.eye(len(features), dtype=torch.bool, device=features.device)
+    likes, unlikes = same & ~itself, ~same
+    anchors = likes.any(1) & unlikes.any(1)
+    if not bool(anchors.any()):
+        return features.sum() * 0
+    farthest = distances.masked_fill(~likes, -torch.inf).amax(1)[anchors]
+    nearest = distances.masked_fill(~unlikes, torch.inf).amin(1)[anchors]
+    gap = farthest - nearest
+    return (functional.softplus(gap) if margin is None else (gap + margin).clamp(min=0)).mean()
