@@ -1,0 +1,378 @@
+"""The whole model in the ecosystem's form: configuration, encoders, head and global term; save, load, hub."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedConfig, PreTrainedModel
+
+from seps.data.text import WordTokenizer
+from seps.encoders import build_image_encoder, build_text_encoder
+from seps.encoders.layers import something
+from seps.head import SlimHead, full_precision
+from seps.processor import PieceTokenizer, SepsProcessor, read_pieces
+from seps.recipe import PRESETS, Recipe
+from seps.slimming import unit
+from seps.tokens import Tokens
+
+__all__ = ["SepsConfig", "SepsModel", "SepsProcessor", "create", "load"]
+
+logger = logging.getLogger(__name__)
+
+GlobalUse = Literal["none", "loss", "score"]
+# Entries of config.json that are the ecosystem's, not ours.
+PASSING = {
+    "_attn_implementation",
+    "_commit_hash",
+    "_name_or_path",
+    "attn_implementation",
+    "auto_map",
+    "dtype",
+    "model_type",
+    "name_or_path",
+    "output_attentions",
+    "torch_dtype",
+    "transformers_version",
+} | {field.name for field in fields(PreTrainedConfig)}
+
+
+class SepsConfig(PreTrainedConfig):
+    """What a model is made of.
+
+    recipe: a `Recipe`, a dict of its choices, or a preset's name; channels: C; image_encoder, text_encoder:
+    plain dicts (see `seps.encoders`); global_term: one vector an image and a text, "none", for a "loss" and
+    the coarse search, or also added to the "score"; global_weight: its weight, learned from there on in
+    "score"; initial_temperature: where the learned one of InfoNCE starts.
+    """
+
+    model_type = "seps"
+
+    def __init__(
+        self,
+        recipe: Recipe | Mapping[str, Any] | str = "paper",
+        channels: int = 512,
+        image_encoder: Mapping[str, Any] | None = None,
+        text_encoder: Mapping[str, Any] | None = None,
+        global_term: GlobalUse = "none",
+        global_weight: float = 1.0,
+        initial_temperature: float = 0.07,
+        **kwargs: Any,
+    ) -> None:
+        own = [
+            name
+            for name in inspect.signature(type(self).__init__).parameters
+            if name not in ("self", "kwargs")
+        ]
+        for key in kwargs:
+            if key not in PASSING:
+                raise ValueError(f"config: expected the keys {', '.join(own)}, found {key!r}")
+        if global_term not in ("none", "loss", "score"):
+            raise ValueError(f"global_term: expected one of none, loss, score, found {global_term!r}")
+        if channels < 5:
+            raise ValueError(f"channels: expected at least 5, found {channels}")
+        for name, value in (("global_weight", global_weight), ("initial_temperature", initial_temperature)):
+            if not value > 0:
+                raise ValueError(f"{name}: expected above 0, found {value}")
+        self.recipe = asdict(recipe_of(recipe))
+        self.channels = channels
+        self.image_encoder = dict({"kind": "light"} if image_encoder is None else image_encoder)
+        self.text_encoder = dict({"kind": "light"} if text_encoder is None else text_encoder)
+        self.global_term = global_term
+        self.global_weight = global_weight
+        self.initial_temperature = initial_temperature
+        super().__init__(**kwargs)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What differs from the ecosystem's defaults, and all of ours: a folder outlives its defaults."""
+        own = [name for name in inspect.signature(type(self).__init__).parameters if hasattr(self, name)]
+        return super().to_diff_dict() | {name: getattr(self, name) for name in own}
+
+
+def recipe_of(choice: Recipe | Mapping[str, Any] | str) -> Recipe:
+    """The recipe of a name, of a dict of choices, or itself."""
+    if isinstance(choice, Recipe):
+        return choice
+    if isinstance(choice, str):
+        if choice not in PRESETS:
+            raise ValueError(f"recipe: expected one of {', '.join(PRESETS)}, found {choice!r}")
+        return PRESETS[choice]()
+    for key in choice:
+        if key not in Recipe.names():
+            raise ValueError(f"recipe: expected the choices {', '.join(Recipe.names())}, found {key!r}")
+    return Recipe(**choice)
+
+
+class GlobalPool(nn.Module):
+    """One unit vector of a token set: attention over it, at the start its mean, then a projection."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.attention = nn.Linear(channels, 1, bias=False)
+        self.projection = nn.Linear(channels, channels)
+        nn.init.zeros_(self.attention.weight)
+        nn.init.eye_(self.projection.weight)
+        nn.init.zeros_(self.projection.bias)
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        """(B,N,C) -> (B,C)"""
+        features, mask = tokens.cleaned().features, tokens.mask
+        if tokens.cls is not None:
+            features = torch.cat([tokens.cls.unsqueeze(1), features], 1)
+            mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
+        logits = self.attention(features).squeeze(-1)
+        if mask is not None:
+            logits = logits.masked_fill(~something(mask), -math.inf)
+        return unit(self.projection((logits.softmax(-1).unsqueeze(1) @ features).squeeze(1)))
+
+
+class GlobalTerm(nn.Module):
+    """Cosine of an image's and a text's one vector, weighed by a learned weight where it is scored."""
+
+    def __init__(self, channels: int, weight: float, scored: bool) -> None:
+        super().__init__()
+        self.images = GlobalPool(channels)
+        self.texts = GlobalPool(channels)
+        self.raw_weight = nn.Parameter(torch.tensor(float(weight)).expm1().log()) if scored else None
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The learned weight, above zero; None where the term is not scored."""
+        return None if self.raw_weight is None else functional.softplus(self.raw_weight)
+
+
+class SepsModel(PreTrainedModel):
+    """Encoders, slim head and global term: pixels and ids in, scores (images, texts) out."""
+
+    config_class = SepsConfig
+    config: SepsConfig
+    base_model_prefix = "seps"
+    main_input_name = "pixels"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+
+    def __init__(self, config: SepsConfig) -> None:
+        config = copy.deepcopy(config)
+        super().__init__(config)
+        self.image_encoder = build_image_encoder(config.image_encoder, config.channels)
+        self.text_encoder = build_text_encoder(config.text_encoder, config.channels)
+        # Once built, an encoder is its configuration: no name is read again, only this folder's weights.
+        config.image_encoder = self.image_encoder.spec
+        config.text_encoder = self.text_encoder.spec
+        self.head = SlimHead(recipe_of(config.recipe), self.image_encoder.patches, config.channels)
+        scored = config.global_term == "score"
+        self.global_term = (
+            None
+            if config.global_term == "none"
+            else GlobalTerm(config.channels, config.global_weight, scored)
+        )
+        self.log_temperature = nn.Parameter(torch.tensor(math.log(config.initial_temperature)))
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Every module of ours initialises itself when it is built; backbones do so in their own class."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the head."""
+        return self.head.recipe
+
+    @property
+    def temperature(self) -> Tensor:
+        """Of InfoNCE: learned, and never below a hundredth."""
+        return self.log_temperature.exp().clamp(min=0.01)
+
+    def encode_images(self, pixels: Tensor) -> Tokens:
+        """(B,3,H,W) -> patches (B,N,C), and CLS if the backbone has one"""
+        return self.image_encoder(pixels)
+
+    def encode_texts(self, ids: Tensor, mask: Tensor) -> Tokens:
+        """ids, mask (T,L) -> words (T,L,C)"""
+        return self.text_encoder(ids, mask)
+
+    def project_images(self, raw: Tokens) -> Tokens:
+        """Kept features of the image backbone -> patches (B,N,C)"""
+        return self.image_encoder.neck(raw)
+
+    def project_texts(self, raw: Tokens) -> Tokens:
+        """Kept features of the text backbone -> words (T,L,C)"""
+        return self.text_encoder.neck(raw)
+
+    def global_images(self, images: Tokens) -> Tensor:
+        """One unit vector an image, its mean patch where there is no global term. -> (B,C)"""
+        with full_precision(images.features):
+            images = images.to(torch.float32)
+            return unit(images.mean()) if self.global_term is None else self.global_term.images(images)
+
+    def global_texts(self, texts: Tokens) -> Tensor:
+        """One unit vector a text, its mean word where there is no global term. -> (T,C)"""
+        with full_precision(texts.features):
+            texts = texts.to(torch.float32)
+            return unit(texts.mean()) if self.global_term is None else self.global_term.texts(texts)
+
+    def global_scores(self, images: Tokens, texts: Tokens) -> Tensor:
+        """Cosines of the global vectors, without a weight. -> (B,T)"""
+        with full_precision(images.features):
+            return self.global_images(images) @ self.global_texts(texts).T
+
+    def score(
+        self,
+        images: Tokens,
+        texts: Tokens,
+        dense: Tokens | None = None,
+        guides: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """The score of every pair, the global term included where it is scored. -> (B,T)"""
+        return self.with_global(self.head(images, texts, dense, guides), images, texts)
+
+    def with_global(self, scores: Tensor, images: Tokens, texts: Tokens) -> Tensor:
+        """The head's scores with what the global term adds to them, which may be nothing. (B,T) -> (B,T)"""
+        weight = None if self.global_term is None else self.global_term.weight
+        return scores if weight is None else scores + weight * self.global_scores(images, texts)
+
+    def forward(
+        self,
+        pixels: Tensor,
+        ids: Tensor,
+        mask: Tensor,
+        dense_ids: Tensor | None = None,
+        dense_mask: Tensor | None = None,
+    ) -> Tensor:
+        """pixels (B,3,H,W), ids and mask (T,L), dense text of the recipe's side -> scores (B,T)"""
+        if (dense_ids is None) != (dense_mask is None):
+            raise ValueError("dense_ids, dense_mask: expected both or neither, found one of them")
+        dense = None if dense_ids is None or dense_mask is None else self.encode_texts(dense_ids, dense_mask)
+        return self.score(self.encode_images(pixels), self.encode_texts(ids, mask), dense)
+
+    def parameter_groups(
+        self, lr: float, backbone_factor: float = 0.1, weight_decay: float = 1e-4
+    ) -> list[dict[str, Any]]:
+        """Groups for an optimiser: pre-trained backbones learn slower; biases, norms, tokens do not decay."""
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        slow = {
+            id(parameter)
+            for encoder in (self.image_encoder, self.text_encoder)
+            if not encoder.body.scratch
+            for parameter in encoder.body.parameters()
+        }
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                # Linear, embedding and convolution weights; tokens, positions and scales have three axes.
+                decays = parameter.dim() in (2, 4)
+                groups.setdefault((id(parameter) in slow, decays), []).append(parameter)
+        return [
+            {
+                "name": f"{'backbone' if backbone else 'own'}{'' if decays else ', no decay'}",
+                "params": parameters,
+                "lr": lr * (backbone_factor if backbone else 1.0),
+                "weight_decay": weight_decay if decays else 0.0,
+            }
+            for (backbone, decays), parameters in groups.items()
+        ]
+
+    def tune(self, tuning: str) -> None:
+        """Freeze both backbones ("frozen") or let them learn ("full")."""
+        for encoder in (self.image_encoder, self.text_encoder):
+            encoder.tune(tuning)
+        self.config.image_encoder = self.image_encoder.spec
+        self.config.text_encoder = self.text_encoder.spec
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: str | PathLike[str], *inputs: Any, **kwargs: Any
+    ) -> Any:
+        """Read what `save_pretrained` wrote; every weight must be there and fit, and no pickle is read."""
+        name = str(pretrained_model_name_or_path)
+        informs = kwargs.pop("output_loading_info", False)
+        kwargs |= {"output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
+        try:
+            read: Any = super().from_pretrained(name, *inputs, **kwargs)
+        except (OSError, RuntimeError) as error:
+            raise ValueError(
+                f"{name}: expected a folder or hub name with a config.json and safetensors weights of a "
+                f"seps model ({str(error).strip().splitlines()[0].rstrip('.')})"
+            ) from error
+        model, found = read
+        refuse_misfits(name, found)
+        return (model, found) if informs else model
+
+
+def refuse_misfits(name: str, found: Mapping[str, Any]) -> None:
+    """One sentence for weights of another shape, weights that are missing, weights too many."""
+    for key, have, want in sorted(found["mismatched_keys"]):
+        raise ValueError(
+            f"{name}: expected weights as config.json describes them, found {key} of shape {tuple(have)} "
+            f"instead of {tuple(want)} ({len(found['mismatched_keys'])} misfits in all)"
+        )
+    for kind, word in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
+        for key in sorted(found[kind]):
+            raise ValueError(
+                f"{name}: expected the weights that config.json describes, found that it {word} {key} "
+                f"({len(found[kind])} in all)"
+            )
+
+
+def create(
+    config: SepsConfig, texts: Iterable[str] | None = None, tokenizer: str | None = None
+) -> tuple[SepsModel, SepsProcessor]:
+    """A new model with its processor.
+
+    Backbones with a name start from its weights. texts: where the words of the light text encoder come
+    from; tokenizer: hub name or folder for a text backbone that brings none.
+    """
+    config = copy.deepcopy(config)
+    words: WordTokenizer | PieceTokenizer
+    if config.text_encoder.get("kind") == "light":
+        if texts is None:
+            raise ValueError("texts: expected the texts that the light text encoder takes its words from")
+        words = WordTokenizer.build(texts)
+        config.text_encoder["vocabulary"] = len(words)
+        model = SepsModel(config)
+    else:
+        named = tokenizer if tokenizer is not None else config.text_encoder.get("name")
+        if tokenizer is not None and config.text_encoder.get("special") is None:
+            from seps.encoders.huggingface import special_ids
+
+            config.text_encoder["special"] = special_ids(read_pieces(tokenizer).tokenizer)
+        model = SepsModel(config)
+        named = named if named is not None else getattr(model.text_encoder.body, "tokenizer_name", None)
+        if named is None:
+            raise ValueError("tokenizer: expected a hub name or folder, since text_encoder has no 'name'")
+        words = read_pieces(named)
+        words.limit = least(words.limit, model.text_encoder.limit)
+    if len(words) > model.text_encoder.body.vocabulary:
+        raise ValueError(
+            f"tokenizer: expected at most {model.text_encoder.body.vocabulary} entries, as many as the text "
+            f"encoder knows, found {len(words)}"
+        )
+    return model, SepsProcessor(model.image_encoder.view, words)
+
+
+def least(*limits: int | None) -> int | None:
+    """The smallest of the limits there are."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def load(name: str | PathLike[str]) -> tuple[SepsModel, SepsProcessor]:
+    """A saved model, ready for evaluation, and its processor, from a folder or the hub."""
+    looks_local = Path(name).is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1
+    if looks_local and not Path(name).expanduser().is_dir():
+        raise ValueError(f"{name}: expected a model folder, found none")
+    name = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else str(name)
+    model: SepsModel = SepsModel.from_pretrained(name)
+    return model, SepsProcessor.from_pretrained(name)
+
+
+AutoConfig.register(SepsConfig.model_type, SepsConfig, exist_ok=True)
+AutoModel.register(SepsConfig, SepsModel, exist_ok=True)
+AutoProcessor.register(SepsConfig, SepsProcessor, exist_ok=True)
