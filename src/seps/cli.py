@@ -1,0 +1,160 @@
+"""The command line: options from the fields of a dataclass, a user's mistake answered in one sentence."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple, NoReturn
+
+DEBUG = "SEPS_DEBUG"
+
+
+class Command(NamedTuple):
+    """Where a command lives: module, the dataclass of its options, the function, and what it does."""
+
+    module: str
+    options: str
+    function: str
+    help: str
+
+
+# Fields without a default are positional, the others --dotted.flags; looked up only when the command runs.
+COMMANDS: dict[str, Command] = {
+    "train": Command("seps.retrieval", "TrainOptions", "run", "train a model from a recipe file"),
+    "cache": Command("seps.features", "CacheOptions", "run", "write the features of frozen backbones once"),
+    "eval": Command("seps.report", "EvalOptions", "run", "measure a model, or saved score matrices, on data"),
+    "ablate": Command("seps.ablation", "AblateOptions", "run", "train a grid of choices at equal budget"),
+    "caption": Command("seps.captions", "CaptionOptions", "run", "describe images with a multimodal model"),
+}
+
+# What a user can cause, as opposed to what only a defect can.
+MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The entry point of `seps`: exits with the command's code, 2 for a user's mistake, 130 for Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words or bool(os.environ.get(DEBUG))
+    words = [word for word in words if word != "--debug"]
+    logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, format="%(message)s")
+    if not debug:
+        for noisy in ("httpx", "httpcore", "urllib3", "matplotlib", "PIL", "filelock"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+    name = "seps"
+    try:
+        if not words or words[0] in ("-h", "--help"):
+            print(overview())
+            sys.exit(0)
+        if words[0] == "--version":
+            from seps import __version__
+
+            print(__version__)
+            sys.exit(0)
+        name, rest = choose(words)
+        sys.exit(run(name, rest))
+    except KeyboardInterrupt:
+        sys.exit(_farewell(name, "interrupted", 130))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except MISTAKES as error:
+        if debug:
+            raise
+        sys.exit(_farewell(name, sentence(error), 1 if isinstance(error, FloatingPointError) else 2))
+
+
+def overview() -> str:
+    """What `seps --help` prints."""
+    width = max(len(name) for name in COMMANDS)
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: seps COMMAND [options]",
+            "",
+            "Fine-grained image-text retrieval: slim the patches, align them with the words.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`seps COMMAND --help` explains the options of a command; all of them may stand in a YAML file,",
+            "given as `--config FILE`, with single options overridden after it. --debug shows tracebacks.",
+        ]
+    )
+
+
+def choose(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The command that a line begins with, one word or two, and what follows it."""
+    for count in (2, 1):
+        name = " ".join(words[:count])
+        if len(words) >= count and name in COMMANDS:
+            return name, list(words[count:])
+    group = [name for name in COMMANDS if name.split()[0] == words[0]]
+    if group:
+        raise ValueError(f"expected one of: {', '.join(group)}; see `seps --help`")
+    raise ValueError(
+        f"there is no command {words[0]!r}; expected one of {', '.join(COMMANDS)}; see `seps --help`"
+    )
+
+
+def run(name: str, words: Sequence[str]) -> int:
+    """Parse a command's options and call its function, whose result is the exit code."""
+    command = COMMANDS[name]
+    module = importlib.import_module(command.module)
+    options = parse(getattr(module, command.options), words, name, command.help)
+    return int(getattr(module, command.function)(options) or 0)
+
+
+def parse(kind: type, words: Sequence[str], name: str = "", description: str = "") -> Any:
+    """An options dataclass from a command line; a first word that is a YAML file is its configuration."""
+    from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(
+        prog=f"seps {name}", description=_describe(kind, description), exit_on_error=False
+    )
+    parser.add_argument("--config", action="config", help="A YAML file with any of these options.")
+    parser.add_class_arguments(kind, as_positional=True, as_group=False)
+    words = list(words)
+    if words and words[0].endswith((".yaml", ".yml")):
+        words = ["--config", *words]
+    try:
+        values = vars(parser.instantiate(parser.parse_args(words)))
+    except ArgumentError as error:
+        raise ValueError(_plain(str(error))) from None
+    return kind(**{field.name: values[field.name] for field in fields(kind)})
+
+
+def _describe(kind: type, description: str) -> str:
+    documented = (kind.__doc__ or "").strip()
+    own = "" if documented.startswith(f"{kind.__name__}(") else textwrap.dedent(documented)
+    return own or description
+
+
+def sentence(error: BaseException) -> str:
+    """An error as one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"the package {error.name} is not installed"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}"
+    return text
+
+
+def _plain(text: str) -> str:
+    """What the parser has to say, in words."""
+    text = " ".join(text.split())
+    text = re.sub(r'^(?:Problem in [^:]*: )?Parser key "([^"]+)": ', r"\1: ", text)
+    text = re.sub(r"<class '(\w+)'>", r"\1", text)
+    text = re.sub(r"typing\.Literal\[(.+?)\]", r"one of \1", text)
+    return text.replace(": Expected a ", ": expected ").replace(". Got value: ", ", found ")
+
+
+def _farewell(name: str, text: str, code: int) -> int:
+    print(f"{name if name == 'seps' else f'seps {name}'}: {text}", file=sys.stderr)
+    return code

@@ -1,0 +1,82 @@
+"""The state of a run on disk: tensors and plain values in one file that is whole or not there.
+
+A safetensors file, not a pickle: the tensors under the path by which they hang in the state, and the rest of
+it as JSON in the file's metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TENSOR = "tensor:"
+
+
+def write_snapshot(state: Any, path: Path) -> None:
+    """Nested dicts and lists of tensors and plain values; written beside, synced, then renamed."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    plain = _flatten(state, "", tensors)
+    beside = path.with_name(f".{path.name}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, beside, metadata={"state": json.dumps(plain)})
+    _sync(beside)
+    beside.replace(path)
+    _sync(path.parent)
+
+
+def read_snapshot(path: Path, device: torch.device | str = "cpu") -> Any:
+    """What `write_snapshot` wrote."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such snapshot")
+    try:
+        with safe_open(path, "pt", device=str(device)) as file:
+            plain = json.loads(file.metadata()["state"])
+            return _unflatten(plain, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not a snapshot of a run ({error})") from None
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """The value with every tensor replaced by its path, under which `tensors` receives it.
+
+    A dict becomes its list of pairs, because the state of an optimiser has whole numbers as keys.
+    """
+    if isinstance(value, Tensor):
+        # Tied weights share memory, which the format refuses: each name gets its own copy.
+        tensors[path] = value.detach().clone(memory_format=torch.contiguous_format)
+        return _TENSOR + path
+    if isinstance(value, dict):
+        return {"pairs": [[key, _flatten(each, f"{path}/{key}", tensors)] for key, each in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return [_flatten(each, f"{path}/{place}", tensors) for place, each in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(f"{path or 'state'}: expected tensors and plain values, found {type(value).__name__}")
+
+
+def _unflatten(plain: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(plain, str) and plain.startswith(_TENSOR):
+        return tensors[plain.removeprefix(_TENSOR)]
+    if isinstance(plain, dict):
+        return {key: _unflatten(each, tensors) for key, each in plain["pairs"]}
+    if isinstance(plain, list):
+        return [_unflatten(each, tensors) for each in plain]
+    return plain
+
+
+def _sync(path: Path) -> None:
+    """Until the disk has it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
