@@ -98,8 +98,8 @@ class Recipe:
     def _refuse_contradictions(self) -> None:
         if self.dense == "matched" and self.dense_side == "text":
             raise ValueError(
-                "dense_side='text' hangs the description on the query, and dense='matched' makes it evidence "
-                "of the image: use dense_side='image', or dense='fused' or 'branch' for the published protocol"
+                "dense_side='text' hangs the description on the query, and dense='matched' makes it evidence"
+                " of the image: use dense_side='image', or for the published protocol dense='fused', 'branch'"
             )
         if self.description_tokens == "slimmed" and self.dense != "matched":
             raise ValueError(
