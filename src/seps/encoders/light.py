@@ -16,7 +16,8 @@ from seps.tokens import Tokens
 class LightVision(nn.Module):
     """A strided convolution stem, a learned position for every cell, a few transformer layers; no CLS.
 
-    size is the side of the square image in pixels, a multiple of 16: a cell is 16 x 16 pixels.
+    size is the side of the square image in pixels, or (height, width), multiples of 16: a cell is 16 x 16
+    pixels.
     """
 
     scratch = True
@@ -24,16 +25,28 @@ class LightVision(nn.Module):
     STRIDE = 16
 
     def __init__(
-        self, size: int = 128, width: int = 128, layers: int = 2, heads: int = 4, dropout: float = 0.0
+        self,
+        size: int | Sequence[int] = 128,
+        width: int = 128,
+        layers: int = 2,
+        heads: int = 4,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if size < self.STRIDE or size % self.STRIDE:
-            raise ValueError(f"size: expected a multiple of {self.STRIDE}, found {size}")
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        if len(sides) != 2 or any(side < self.STRIDE or side % self.STRIDE for side in sides):
+            raise ValueError(f"size: expected a multiple of {self.STRIDE}, or two of them, found {size}")
         if width < 16 or width % 16:
             raise ValueError(f"width: expected a multiple of 16, found {width}")
-        self.spec = {"size": size, "width": width, "layers": layers, "heads": heads, "dropout": dropout}
-        self.view = View(size, size, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
-        self.grid = (size // self.STRIDE, size // self.STRIDE)
+        self.spec = {
+            "size": size if isinstance(size, int) else list(sides),
+            "width": width,
+            "layers": layers,
+            "heads": heads,
+            "dropout": dropout,
+        }
+        self.view = View(*sides, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+        self.grid = (sides[0] // self.STRIDE, sides[1] // self.STRIDE)
         self.channels = width
         self.stem = nn.Sequential(
             nn.Conv2d(3, width // 4, kernel_size=6, stride=4, padding=1),
