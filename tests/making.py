@@ -61,7 +61,7 @@ def make_head(recipe: Recipe, patches: int = 16, channels: int = 32) -> SlimHead
 
 def relative_error(found: Tensor, expected: Tensor, floor: float = 1e-6) -> float:
     """Largest deviation, relative to the largest expected number."""
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=floor))
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=floor)).item()
 
 
 def refusal(build: Callable[[], object]) -> str:
