@@ -130,6 +130,11 @@ def test_random_box_lies_inside_and_has_its_share(width: int, height: int, seed:
         assert area >= low - 1e-6
 
 
+def test_a_random_box_has_the_proportions_of_its_view() -> None:
+    view = View(height=10, width=20, scale=(1.0, 1.0), ratio=(1.0, 1.0))
+    assert random_box(200, 100, view, np.random.default_rng(0)) == pytest.approx((0, 0, 200, 100))
+
+
 def test_normalisation_by_hand_and_back() -> None:
     view = View(2, 3, mean=(0.5, 0.25, 0.0), std=(0.5, 0.25, 1.0))
     image = Image.new("RGB", (3, 2), (255, 0, 51))

@@ -22,6 +22,16 @@ def test_a_scene_is_the_same_whatever_the_count_and_splits_are_apart() -> None:
         few[3]
 
 
+def test_a_seed_means_the_same_scenes_tomorrow() -> None:
+    record = Scenes(1)[0]
+    assert record.captions[1] == "There is a green square to the right of a striped blue square."
+    assert record.dense is not None
+    assert record.dense.startswith(
+        "The picture shows six things. There is a large checked orange cross on the left."
+    )
+    assert (record.image_id, record.source) == ("train-0", "scenes of seed 0:1")
+
+
 def test_scenes_written_and_read_are_the_scenes(tmp_path: Path) -> None:
     write(tmp_path, {"train": 3, "test": 2}, seed=1, size=32)
     train = read(tmp_path, "train")

@@ -85,6 +85,17 @@ def test_a_twin_differs_in_one_thing_only(seed: int, caption: int) -> None:
             assert other.radius / one.radius == pytest.approx(grown, rel=2e-3)
 
 
+def test_twins_of_many_scenes_keep_what_holds_for_scenes() -> None:
+    for index in range(300):
+        found = twin(compose(1, index), index % 5, np.random.default_rng(index))
+        things = found.scene.things
+        assert len({(thing.shape, thing.colour) for thing in things}) == len(things)
+        assert found.change != "texture" or things[found.thing].texture != "plain"
+        for i, j in itertools.combinations(range(len(things)), 2):
+            near = math.hypot(things[i].x - things[j].x, things[i].y - things[j].y) < 2 * ROOM - 1e-3
+            assert near == (found.scene.overlap is not None and {i, j} == set(found.scene.overlap))
+
+
 def test_every_kind_of_change_occurs_and_can_be_asked_for() -> None:
     kinds = {
         twin(compose(0, i), k, np.random.default_rng([i, k])).change for i in range(20) for k in range(5)

@@ -80,7 +80,6 @@ def open_image(
         with Image.open(source) as image:
             width, height = image.size
             if width * height <= most_pixels:
-                image.seek(0)
                 image.load()
                 return to_rgb(ImageOps.exif_transpose(image))
     except UNREADABLE as error:

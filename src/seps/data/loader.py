@@ -117,10 +117,10 @@ class EpochSampler:
         order = self._order()
         if self.repeats:
             return [order[i : i + whole] for i in range(0, len(order) - whole + 1, whole)]
-        return list(_distinct(order, whole))
+        return list(distinct_batches(order, whole))
 
 
-def _distinct(order: Iterable[tuple[int, int]], size: int) -> Iterator[list[tuple[int, int]]]:
+def distinct_batches(order: Iterable[tuple[int, int]], size: int) -> Iterator[list[tuple[int, int]]]:
     """Full batches in which no record stands twice: a second caption waits for the next batch."""
     waiting: deque[tuple[int, int]] = deque()
     coming = iter(order)

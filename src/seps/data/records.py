@@ -46,7 +46,7 @@ class Problem:
 
 @dataclass
 class Problems:
-    """Refuses a broken item with one sentence, or notes it and lets the caller go on without it."""
+    """Refuses a broken item with one sentence, or notes it once and lets the caller go on without it."""
 
     broken: Broken = "refuse"
     items: list[Problem] = field(default_factory=list)
@@ -60,8 +60,9 @@ class Problems:
         problem = Problem(where, what)
         if self.broken == "refuse":
             raise ValueError(str(problem))
-        self.items.append(problem)
-        logger.warning("skipped: %s", problem)
+        if problem not in self.items:
+            self.items.append(problem)
+            logger.warning("skipped: %s", problem)
 
     def __len__(self) -> int:
         return len(self.items)
