@@ -131,8 +131,9 @@ def test_random_box_lies_inside_and_has_its_share(width: int, height: int, seed:
 
 
 def test_a_random_box_has_the_proportions_of_its_view() -> None:
-    view = View(height=10, width=20, scale=(1.0, 1.0), ratio=(1.0, 1.0))
-    assert random_box(200, 100, view, np.random.default_rng(0)) == pytest.approx((0, 0, 200, 100))
+    view = View(height=10, width=20, scale=(0.25, 0.25), ratio=(1.0, 1.0))
+    left, top, right, bottom = random_box(200, 100, view, np.random.default_rng(0))
+    assert (right - left, bottom - top) == pytest.approx((100, 50))
 
 
 def test_normalisation_by_hand_and_back() -> None:
