@@ -1,0 +1,88 @@
+"""Token sets as bytes: eight bits a number with one scale a token, or half precision."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from seps.tokens import Tokens
+
+Precision = Literal["int8", "fp16"]
+
+# precision, whether the last row is the CLS token, rows, channels; little-endian
+_HEADER = struct.Struct("<BBHH")
+_CODES: dict[Precision, int] = {"int8": 8, "fp16": 16}
+_NAMES = {code: name for name, code in _CODES.items()}
+
+
+def pack(tokens: Tokens, precision: Precision = "int8") -> list[bytes | None]:
+    """The real tokens of each item as bytes, None where an item has none. tokens (B,N,C)"""
+    if precision not in _CODES:
+        raise ValueError(f"precision: expected int8 or fp16, found {precision!r}")
+    features = tokens.features.detach().float().cpu()
+    mask = None if tokens.mask is None else tokens.mask.cpu()
+    cls = None if tokens.cls is None else tokens.cls.detach().float().cpu()
+    packed: list[bytes | None] = []
+    for index in range(len(tokens)):
+        rows = features[index] if mask is None else features[index][mask[index]]
+        if not len(rows):
+            packed.append(None)
+            continue
+        if cls is not None:
+            rows = torch.cat([rows, cls[index : index + 1]])
+        packed.append(_pack_rows(rows.numpy(), cls is not None, precision))
+    return packed
+
+
+def _pack_rows(rows: np.ndarray, has_cls: bool, precision: Precision) -> bytes:
+    header = _HEADER.pack(_CODES[precision], has_cls, *rows.shape)
+    if precision == "fp16":
+        return header + rows.astype("<f2").tobytes()
+    largest = np.abs(rows).max(axis=1, keepdims=True)
+    scales = np.where(largest > 0, largest / 127, 1).astype("<f4")
+    return header + scales.tobytes() + np.rint(rows / scales).astype(np.int8).tobytes()
+
+
+def unpack(packed: Sequence[bytes | None], channels: int) -> Tokens:
+    """The token sets behind the bytes; an item without bytes has no real token. -> (B,N,C)"""
+    if not packed:
+        raise ValueError("packed: expected at least one token set, found none")
+    sizes = {None if item is None else item[: _HEADER.size] for item in packed}
+    if len(sizes) == 1 and None not in sizes:
+        return _unpack_alike([item for item in packed if item is not None])
+    sets = [None if item is None else _unpack_alike([item]) for item in packed]
+    rows = [torch.zeros(0, channels) if item is None else item.features[0] for item in sets]
+    with_cls = any(item is not None and item.cls is not None for item in sets)
+    cls = None
+    if with_cls:
+        missing = torch.zeros(channels)
+        cls = torch.stack([missing if s is None or s.cls is None else s.cls[0] for s in sets])
+    ragged = Tokens.ragged(rows)
+    return Tokens(ragged.features, ragged.mask, cls)
+
+
+def _unpack_alike(packed: Sequence[bytes]) -> Tokens:
+    """Token sets of one shape and precision, decoded at once."""
+    code, has_cls, rows, channels = _HEADER.unpack_from(packed[0])
+    body = rows * (channels + 4) if code == _CODES["int8"] else rows * channels * 2
+    if code not in _NAMES or any(len(item) != _HEADER.size + body for item in packed):
+        raise ValueError(
+            f"packed tokens: expected {_HEADER.size + body} bytes of {rows} tokens with {channels} channels, "
+            f"found {sorted({len(item) for item in packed})}"
+        )
+    joined = np.frombuffer(bytearray(b"".join(packed)), dtype=np.uint8)
+    table = joined.reshape(len(packed), -1)[:, _HEADER.size :]
+    if _NAMES[code] == "fp16":
+        values = torch.from_numpy(np.ascontiguousarray(table).view("<f2").reshape(-1, rows, channels)).float()
+    else:
+        split = rows * 4
+        scales = np.ascontiguousarray(table[:, :split]).view("<f4").reshape(-1, rows, 1)
+        numbers = np.ascontiguousarray(table[:, split:]).view(np.int8).reshape(-1, rows, channels)
+        values = torch.from_numpy(numbers).float().mul_(torch.from_numpy(scales))
+    if has_cls:
+        return Tokens(values[:, :-1], None, values[:, -1])
+    return Tokens(values)

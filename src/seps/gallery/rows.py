@@ -1,0 +1,146 @@
+"""From opened pictures to rows of the table: encode, pack, and the model's identity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from seps.gallery.descriptions import Said
+from seps.gallery.packing import Precision, pack
+from seps.gallery.pictures import Picture, absolute
+from seps.gallery.store import row_schema
+from seps.model import SepsModel, SepsProcessor
+from seps.tokens import Tokens
+
+# Entries of a configuration that may change while the scores stay the same.
+_PASSING = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+
+
+def identify(model: SepsModel, processor: SepsProcessor) -> str:
+    """The identity of a model: a hash of its weights, its configuration and how it sees a picture."""
+    digest = hashlib.blake2b(digest_size=16)
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _PASSING}
+    digest.update(json.dumps([config, str(processor.view)], sort_keys=True, default=str).encode())
+    for name, weights in sorted(model.state_dict().items()):
+        digest.update(f"{name} {weights.dtype} {tuple(weights.shape)}".encode())
+        digest.update(weights.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def device_of(model: SepsModel) -> torch.device:
+    """Where a model's weights are."""
+    return next(model.parameters()).device
+
+
+def uses_descriptions(model: SepsModel) -> bool:
+    """Whether the description of a picture has a say in its score."""
+    return model.recipe.dense != "none" and model.recipe.dense_side == "image"
+
+
+@torch.inference_mode()
+def encode_texts(
+    model: SepsModel, processor: SepsProcessor, texts: Sequence[str | None], limit: int | None = None
+) -> Tokens:
+    """Words of texts; an absent text has none. -> (T,M,C)"""
+    read = processor.texts(list(texts)) if limit is None else processor.texts(list(texts), limit)
+    device = device_of(model)
+    return model.encode_texts(read["ids"].to(device), read["mask"].to(device))
+
+
+@torch.inference_mode()
+def encode_pixels(model: SepsModel, pixels: Tensor) -> Tokens:
+    """Patches of pictures. pixels (B,3,H,W) -> (B,N,C)"""
+    return model.encode_images(pixels.to(device_of(model)))
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A picture decoded down to what the encoder and the table need. pixels (3,H,W)"""
+
+    picture: Picture
+    digest: str
+    pixels: Tensor
+    thumbnail: bytes
+    size: int
+    width: int
+    height: int
+    taken: datetime
+    modified: datetime
+    said: Said
+
+
+@torch.inference_mode()
+def make_rows(
+    model: SepsModel, processor: SepsProcessor, ready: Sequence[Ready], precision: Precision
+) -> pa.Table:
+    """The rows of some pictures."""
+    images = encode_pixels(model, torch.stack([each.pixels for each in ready]))
+    images.require_finite("picture")
+    texts = [each.said.description for each in ready]
+    vectors: list[np.ndarray | None] = [None] * len(ready)
+    words: list[bytes | None] = [None] * len(ready)
+    described = [place for place, text in enumerate(texts) if text]
+    if described:
+        limit = model.recipe.description_length
+        dense = encode_texts(model, processor, [texts[place] for place in described], limit)
+        packed = pack(dense, precision)
+        for row, (place, vector) in enumerate(zip(described, halves(model.global_texts(dense)), strict=True)):
+            vectors[place], words[place] = vector, packed[row]
+    schema = row_schema(images.channels)
+    now = datetime.now().replace(microsecond=0)
+    columns = {
+        "id": [each.picture.id for each in ready],
+        "path": [place_of(each.picture) for each in ready],
+        "folder": [folder_of(each.picture) for each in ready],
+        "name": [name_of(each.picture) for each in ready],
+        "hash": [each.digest for each in ready],
+        "size": [each.size for each in ready],
+        "width": [each.width for each in ready],
+        "height": [each.height for each in ready],
+        "taken": [each.taken for each in ready],
+        "modified": [each.modified for each in ready],
+        "indexed": [now] * len(ready),
+        "tags": [list(each.said.tags) for each in ready],
+        "description": texts,
+        "thumbnail": [each.thumbnail for each in ready],
+        "original": [
+            each.picture.source if isinstance(each.picture.source, bytes) else None for each in ready
+        ],
+        "patches": pack(images, precision),
+        "words": words,
+        "pixel_vector": list(halves(model.global_images(images))),
+        "description_vector": vectors,
+    }
+    return pa.table(
+        [pa.array(columns[field.name], field.type) for field in schema],
+        schema=schema,
+    )
+
+
+def halves(vectors: Tensor) -> np.ndarray:
+    """Vectors in half precision, as the table keeps them."""
+    return vectors.float().cpu().numpy().astype(np.float16)
+
+
+def place_of(picture: Picture) -> str | None:
+    """Where a picture's file stands, None where there is only bytes."""
+    return absolute(picture.source).as_posix() if isinstance(picture.source, Path) else None
+
+
+def folder_of(picture: Picture) -> str | None:
+    """The folder a picture's file stands in."""
+    return absolute(picture.source).parent.as_posix() if isinstance(picture.source, Path) else None
+
+
+def name_of(picture: Picture) -> str:
+    """What a picture is called."""
+    return picture.source.name if isinstance(picture.source, Path) else picture.name

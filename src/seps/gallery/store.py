@@ -1,0 +1,425 @@
+"""The rows of a gallery: one Lance table, written one commit at a time, read at its newest version."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import random
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lancedb
+import pyarrow as pa
+from lancedb.index import FTS, BTree
+from lancedb.query import MatchQuery
+
+from seps.gallery.packing import Precision
+
+logger = logging.getLogger(__name__)
+
+TABLE = "images"
+FORMAT = 1
+VECTORS = ("pixel_vector", "description_vector")
+FILTERS = (
+    "id",
+    "path",
+    "folder",
+    "name",
+    "tags",
+    "taken",
+    "modified",
+    "indexed",
+    "size",
+    "width",
+    "height",
+    "description",
+)
+"""The columns a filter may speak of."""
+
+# Readers may still hold a version of this age; older ones are swept.
+KEEP_VERSIONS = timedelta(minutes=10)
+# Measured with benchmarks/gallery.py: from so many rows on an index beats the exact scan of a vector column.
+INDEX_FROM = 50_000
+_PROBES = 32
+_REFINE = 3
+# Beyond so many, a run of additions ends with a compaction.
+_SMALL_FRAGMENTS = 32
+_UNINDEXED_ROWS = 10_000
+# So many tries when writers on other machines commit at the same moment.
+_TRIES = 20
+_PRIMARY_KEY = {b"lance-schema:unenforced-primary-key:position": b"1"}
+
+_DISK_TROUBLE = {
+    errno.ENOSPC: ("No space left on device", "StorageFull", "os error 28"),
+    errno.EROFS: ("Read-only file system", "os error 30"),
+    errno.EACCES: ("Permission denied", "os error 13"),
+}
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class About:
+    """What a gallery says of itself: the model its rows were made with, and how its tokens are packed."""
+
+    model: str
+    model_source: str
+    channels: int
+    grid: tuple[int, int] | None
+    precision: Precision
+    format: int = FORMAT
+
+    def to_bytes(self) -> bytes:
+        """JSON, as it stands in the table's schema."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> About:
+        """The reverse of `to_bytes`."""
+        values = json.loads(text)
+        values["grid"] = tuple(values["grid"]) if values["grid"] else None
+        return cls(**values)
+
+
+def row_schema(channels: int, metadata: dict[bytes, bytes] | None = None) -> pa.Schema:
+    """The columns of a gallery's table."""
+    vector = pa.list_(pa.float16(), channels)
+    return pa.schema(
+        [
+            pa.field("id", pa.string(), nullable=False, metadata=_PRIMARY_KEY),
+            pa.field("path", pa.string()),
+            pa.field("folder", pa.string()),
+            pa.field("name", pa.string()),
+            pa.field("hash", pa.string()),
+            pa.field("size", pa.int64()),
+            pa.field("width", pa.int32()),
+            pa.field("height", pa.int32()),
+            pa.field("taken", pa.timestamp("s")),
+            pa.field("modified", pa.timestamp("s")),
+            pa.field("indexed", pa.timestamp("s")),
+            pa.field("tags", pa.list_(pa.string())),
+            pa.field("description", pa.string()),
+            pa.field("thumbnail", pa.binary()),
+            pa.field("original", pa.large_binary()),
+            pa.field("patches", pa.binary()),
+            pa.field("words", pa.binary()),
+            pa.field("pixel_vector", vector),
+            pa.field("description_vector", vector),
+        ],
+        metadata=metadata,
+    )
+
+
+class Store:
+    """One Lance table in a folder or a bucket.
+
+    On a disk, commits of all processes queue on a lock file, so that whatever a killed writer left
+    behind can be told from work in progress and swept. In a bucket, Lance's own conflict detection
+    holds, and a commit that lost the race is tried again.
+    """
+
+    def __init__(self, location: str | Path, table: Any) -> None:
+        self.location = str(location)
+        self._table = table
+        metadata = table.schema.metadata or {}
+        if b"seps" not in metadata:
+            raise ValueError(f"{location}: expected a gallery, found another table")
+        self.about = About.from_bytes(metadata[b"seps"])
+        if self.about.format != FORMAT:
+            raise ValueError(
+                f"{location}: expected gallery format {FORMAT}, found {self.about.format}: index again"
+            )
+        self.schema = row_schema(self.about.channels)
+
+    @classmethod
+    def create(cls, location: str | Path, about: About) -> Store:
+        """A new, empty table where there is none."""
+        folder = local(location)
+        if folder is not None:
+            require_vacant(folder)
+        with explain_failures(location):
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+            connection = lancedb.connect(str(location), read_consistency_interval=timedelta(0))
+            table = connection.create_table(
+                TABLE, schema=row_schema(about.channels, {b"seps": about.to_bytes()})
+            )
+            store = cls(location, table)
+            store._index_columns()
+        return store
+
+    @classmethod
+    def open(cls, location: str | Path) -> Store:
+        """The table that stands there."""
+        folder = local(location)
+        if folder is not None and not (folder / f"{TABLE}.lance" / "_versions").is_dir():
+            what = (
+                "nothing" if not folder.exists() else "a file" if folder.is_file() else "a folder without one"
+            )
+            raise ValueError(
+                f"{location}: expected a gallery, found {what}; `seps index PHOTOS GALLERY` makes one"
+            )
+        connection = lancedb.connect(str(location), read_consistency_interval=timedelta(0))
+        try:
+            table = connection.open_table(TABLE)
+        except (ValueError, FileNotFoundError, RuntimeError, OSError) as error:
+            raise ValueError(
+                f"{location}: expected a gallery, found none that opens ({sentence(error)})"
+            ) from error
+        return cls(location, table)
+
+    @classmethod
+    def exists(cls, location: str | Path) -> bool:
+        """Whether a gallery stands there."""
+        folder = local(location)
+        if folder is not None:
+            versions = folder / f"{TABLE}.lance" / "_versions"
+            return versions.is_dir() and any(versions.iterdir())
+        return TABLE in lancedb.connect(str(location)).list_tables().tables
+
+    def write(self, rows: pa.Table) -> None:
+        """Insert rows, or replace those of the same id; all of them or, on failure, none."""
+        if not rows.num_rows:
+            return
+
+        def merge() -> None:
+            merging = self._table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
+            merging.execute(rows, on_bad_vectors="null")
+
+        self._commit(merge)
+
+    def delete(self, where: str) -> int:
+        """Remove the rows of a condition; -> how many there were."""
+
+        def remove() -> int:
+            count = self.count(where)
+            if count:
+                self._table.delete(where)
+            return count
+
+        return self._commit(remove)
+
+    def count(self, where: str | None = None) -> int:
+        """Number of rows, of those that meet a condition if there is one."""
+        with explain_filters(where):
+            return self._table.count_rows(where)
+
+    def fetch(self, ids: Sequence[str], columns: Sequence[str]) -> pa.Table:
+        """Some columns of some rows, in the order of ids; one that is not there is left out."""
+        wanted = ["id", *columns]
+        if not ids:
+            return self.schema.empty_table().select(wanted)
+        rows = self._table.search().where(among(ids)).select(wanted).limit(len(ids)).to_arrow()
+        places = {item: place for place, item in enumerate(rows.column("id").to_pylist())}
+        order = [places[item] for item in ids if item in places]
+        return rows.take(pa.array(order, pa.int64())).combine_chunks()
+
+    def scan(
+        self, columns: Sequence[str], where: str | None = None, batch_rows: int = 256
+    ) -> Iterator[pa.RecordBatch]:
+        """All rows of one version, or those of a condition, in batches of bounded size."""
+        query = self._table.search().select(list(columns)).limit(2**31 - 1)
+        with explain_filters(where):
+            batches = (query.where(where) if where else query).to_batches(batch_size=batch_rows)
+            for batch in batches:
+                for start in range(0, batch.num_rows, batch_rows):
+                    yield batch.slice(start, batch_rows)
+
+    def nearest(
+        self, column: str, vector: Sequence[float], limit: int, where: str | None = None, exact: bool = False
+    ) -> list[tuple[str, float]]:
+        """The rows whose vector has the largest cosine with a given one: (id, cosine), best first."""
+        query = self._table.search(vector, vector_column_name=column).distance_type("cosine")
+        if exact:
+            query = query.bypass_vector_index()
+        elif self._has_index(column):
+            query = query.nprobes(_PROBES).refine_factor(_REFINE)
+        query = query.select(["id", "_distance"]).limit(limit)
+        with explain_filters(where):
+            found = (query.where(where, prefilter=True) if where else query).to_arrow()
+        cosines = [1 - distance for distance in found["_distance"].to_pylist()]
+        return list(zip(found["id"].to_pylist(), cosines, strict=True))
+
+    def matching(self, text: str, limit: int, where: str | None = None) -> list[tuple[str, float]]:
+        """The rows whose description shares words with a text: (id, relevance), best first."""
+        wanted = MatchQuery(text, "description")  # type: ignore[call-arg] # its defaults hide in a dataclass
+        query = self._table.search(wanted).select(["id", "_score"]).limit(limit)
+        with explain_filters(where):
+            found = (query.where(where, prefilter=True) if where else query).to_arrow()
+        return list(zip(found["id"].to_pylist(), found["_score"].to_pylist(), strict=True))
+
+    def tend(self) -> None:
+        """Compact when the table has fallen into many small pieces or its indexes lag behind."""
+        stats = self._table.stats()
+        if (
+            stats["fragment_stats"]["num_small_fragments"] > _SMALL_FRAGMENTS
+            or self.unindexed() > _UNINDEXED_ROWS
+        ):
+            self.compact()
+
+    def compact(self) -> None:
+        """Merge small fragments, bring the indexes up to date, sweep old versions and strays."""
+
+        def tidy() -> None:
+            # Files that no version speaks of are strays only where the lock keeps other writers out.
+            alone = local(self.location) is not None
+            self._table.optimize(cleanup_older_than=KEEP_VERSIONS, delete_unverified=alone)
+            self._index_vectors()
+
+        self.sweep()
+        self._commit(tidy)
+
+    def sweep(self) -> int:
+        """Remove the temporary files of killed writers, which on a disk the lock tells apart. -> how many"""
+        folder = local(self.location)
+        if folder is None:
+            return 0
+        with self.lock(), explain_failures(self.location):
+            strays = [path for path in (folder / f"{TABLE}.lance").rglob(".tmp*") if path.is_file()]
+            for path in strays:
+                path.unlink(missing_ok=True)
+        if strays:
+            logger.info("%s: swept %d temporary files of a killed writer", self.location, len(strays))
+        return len(strays)
+
+    def unindexed(self) -> int:
+        """Rows that the index of identities does not hold yet."""
+        counts = [
+            found.num_unindexed_rows
+            for index in self._table.list_indices()
+            if index.columns == ["id"] and (found := self._table.index_stats(index.name)) is not None
+        ]
+        return max(counts, default=self.count())
+
+    def stats(self) -> dict[str, Any]:
+        """Rows, versions, fragments, bytes on disk and what is indexed how."""
+        stats = self._table.stats()
+        folder = local(self.location)
+        files = [] if folder is None else [path for path in folder.rglob("*") if path.is_file()]
+        return {
+            "images": self.count(),
+            "described": self.count("description IS NOT NULL"),
+            "bytes": sum(path.stat().st_size for path in files) if files else stats["total_bytes"],
+            "fragments": stats["fragment_stats"]["num_fragments"],
+            "versions": len(self._table.list_versions()),
+            "indexes": {index.columns[0]: index.index_type for index in self._table.list_indices()},
+        }
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """One writer at a time on a disk; a killed one's lock falls with it. In a bucket there is none."""
+        folder = local(self.location)
+        if folder is None:
+            yield
+            return
+        import fcntl
+
+        with (folder / ".lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _commit(self, action: Callable[[], Result]) -> Result:
+        """Run a change under the lock; where another machine's commit came first, try again."""
+        for attempt in range(1, _TRIES + 1):
+            try:
+                with self.lock(), explain_failures(self.location):
+                    return action()
+            except RuntimeError as error:
+                if "conflict" not in str(error).lower() or attempt == _TRIES:
+                    raise
+                logger.info("%s: another writer came first, try %d", self.location, attempt)
+                time.sleep(random.uniform(0, 0.05 * attempt))
+        raise RuntimeError(f"{self.location}: no try was made")
+
+    def _index_columns(self) -> None:
+        with warnings.catch_warnings():
+            self._table.create_index("id", config=BTree())
+            self._table.create_index("description", config=FTS(base_tokenizer="icu"))
+
+    def _index_vectors(self) -> None:
+        """Index the vectors once an exact scan of them is no longer the faster way."""
+        for column in VECTORS:
+            rows = self.count(f"{column} IS NOT NULL")
+            if rows >= INDEX_FROM and not self._has_index(column):
+                self._table.create_index(
+                    metric="cosine", vector_column_name=column, index_type="IVF_SQ", replace=False
+                )
+
+    def _has_index(self, column: str) -> bool:
+        return any(index.columns == [column] for index in self._table.list_indices())
+
+
+def local(location: str | Path) -> Path | None:
+    """The folder of a location on this machine, None for one in a bucket."""
+    text = str(location)
+    if text.startswith("file://"):
+        return Path(text.removeprefix("file://"))
+    return None if "://" in text else Path(text)
+
+
+def require_vacant(folder: Path) -> None:
+    """Refuse to make a gallery where something else stands."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: expected a folder to make a gallery in, found a file")
+    if (folder / f"{TABLE}.lance" / "_versions").is_dir():
+        raise ValueError(f"{folder}: expected no gallery to be there yet, found one")
+    others = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    others = sorted(name for name in others if name not in (".lock", f"{TABLE}.lance"))
+    if others:
+        raise ValueError(f"{folder}: expected an empty folder for a new gallery, found {others[0]} in it")
+
+
+def among(ids: Sequence[str], column: str = "id") -> str:
+    """The condition that a column's value is one of some texts."""
+    return f"{column} IN ({', '.join(quoted(value) for value in ids)})"
+
+
+def quoted(text: str) -> str:
+    """A text as a literal of a filter."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def sentence(error: BaseException) -> str:
+    """The first sentence of an engine's message, without where in its source it arose."""
+    text = " ".join(str(error).split())
+    text = re.split(r", /\S*\.rs:|\. Detail:|, location:", text)[0]
+    for prefix in ("lance error: ", "Invalid input, ", "Schema error: ", "Invalid user input: "):
+        text = text.removeprefix(prefix)
+    return text or type(error).__name__
+
+
+@contextmanager
+def explain_filters(where: str | None) -> Iterator[None]:
+    """Turn the engine's complaint about a filter into one sentence."""
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError) as error:
+        if where is None:
+            raise
+        raise ValueError(
+            f"filter: expected a condition over {', '.join(FILTERS)}, found {where!r} ({sentence(error)})"
+        ) from error
+
+
+@contextmanager
+def explain_failures(location: str | Path) -> Iterator[None]:
+    """Turn a full or forbidden disk into one sentence."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        text = str(error)
+        for code, marks in _DISK_TROUBLE.items():
+            if getattr(error, "errno", None) == code or any(mark in text for mark in marks):
+                raise OSError(
+                    code, f"{location}: nothing was written, {os.strerror(code).lower()}"
+                ) from error
+        raise
