@@ -190,6 +190,17 @@ def test_topk_sends_no_gradient_and_every_other_mode_does():
         assert decision.requires_grad == (mode in GRADED)
 
 
+@pytest.mark.parametrize("mode", SELECTIONS)
+def test_an_item_of_nothing_but_padding_stays_finite(mode):
+    saliency = torch.randn(2, 3, 8, requires_grad=True)
+    mask = torch.tensor([[True] * 8, [False] * 8])
+    decision = decide(saliency, torch.tensor([4, 1]), mode, mask, torch.rand(2, 3, 8).clamp(1e-6))
+    weights = aggregation_weights(torch.randn(2, 5, 8), decision)
+    assert torch.isfinite(weights).all()
+    (gradient,) = torch.autograd.grad(weights.square().sum() + 0 * saliency.sum(), saliency)
+    assert torch.isfinite(gradient).all()
+
+
 def test_what_a_decision_needs_is_asked_for():
     saliency, keep = torch.zeros(1, 1, 2), torch.tensor([1])
     assert refusal(lambda: decide(saliency, keep, "gates")) == (

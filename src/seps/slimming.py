@@ -20,6 +20,8 @@ from seps.tokens import Tokens
 # A dropped patch's logit may lie far above every kept one; no decision receives more than this many times
 # the gradient of the tokens.
 _GRADIENT_BOUND = 100.0
+# The saliency of padding in a softmax: nothing, but finite where an item is nothing but padding.
+_NEVER = -1e30
 
 
 def unit(vectors: Tensor) -> Tensor:
@@ -93,7 +95,7 @@ def decide(
     uniform (B,T,N) in (0,1) feeds the noise of the sampling modes -> (B,T,N)
     """
     real = None if mask is None else mask.unsqueeze(1)
-    ranked = saliency if real is None else saliency.masked_fill(~real, -math.inf)
+    ranked = saliency if real is None else saliency.masked_fill(~real, _NEVER)
     if mode == "topk":
         return top_mask(ranked.detach(), keep)
     if mode == "soft":
