@@ -6,13 +6,15 @@ import copy
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedConfig, PreTrainedModel
@@ -27,8 +29,6 @@ from seps.slimming import unit
 from seps.tokens import Tokens
 
 __all__ = ["SepsConfig", "SepsModel", "SepsProcessor", "create", "load"]
-
-logger = logging.getLogger(__name__)
 
 GlobalUse = Literal["none", "loss", "score"]
 # Entries of config.json that are the ecosystem's, not ours.
@@ -296,15 +296,30 @@ class SepsModel(PreTrainedModel):
         informs = kwargs.pop("output_loading_info", False)
         kwargs |= {"output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
         try:
-            read: Any = super().from_pretrained(name, *inputs, **kwargs)
-        except (OSError, RuntimeError) as error:
+            with unreported():
+                read: Any = super().from_pretrained(name, *inputs, **kwargs)
+        except (OSError, RuntimeError, SafetensorError) as error:
             raise ValueError(
                 f"{name}: expected a folder or hub name with a config.json and safetensors weights of a "
                 f"seps model ({str(error).strip().splitlines()[0].rstrip('.')})"
             ) from error
         model, found = read
         refuse_misfits(name, found)
+        for encoder in (model.image_encoder, model.text_encoder):
+            encoder.tune(encoder.tuning)  # weights that are read come back as weights that learn
         return (model, found) if informs else model
+
+
+@contextmanager
+def unreported() -> Iterator[None]:
+    """Without the ecosystem's table of misfits: what does not fit is refused in one sentence."""
+    reporter = logging.getLogger("transformers.modeling_utils")
+    level = reporter.level
+    reporter.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        reporter.setLevel(level)
 
 
 def refuse_misfits(name: str, found: Mapping[str, Any]) -> None:

@@ -50,7 +50,8 @@ class Family:
 
     cls: whether a CLS token comes first; extra: the number of further tokens before the patches, or the
     name of its entry in the configuration; interpolates: whether the class takes `interpolate_pos_encoding`
-    (the others take any size by themselves); pooler: whether a pooler can be left out at construction.
+    (the others take any size by themselves); pooler: whether a pooler can be left out at construction;
+    idle: a submodule that only a pooled vector passes through.
     """
 
     cls: bool = True
@@ -58,6 +59,7 @@ class Family:
     grid: Callable[[Any, int, int], tuple[int, int]] = patch_grid
     interpolates: bool = False
     pooler: bool = False
+    idle: str | None = None
     normalisation: Normalisation = IMAGENET
 
 
@@ -68,7 +70,7 @@ FAMILIES = {
     "dinov2_with_registers": Family(extra="num_register_tokens"),
     "dinov3_vit": Family(extra="num_register_tokens"),
     "siglip_vision_model": Family(cls=False, interpolates=True, normalisation=HALF),
-    "clip_vision_model": Family(interpolates=True, normalisation=CLIP),
+    "clip_vision_model": Family(interpolates=True, idle="post_layernorm", normalisation=CLIP),
     "swin": Family(cls=False, grid=shifted_grid, interpolates=True, pooler=True),
     "swinv2": Family(cls=False, grid=shifted_grid, interpolates=True, pooler=True),
 }
@@ -140,6 +142,7 @@ class HuggingFaceVision(nn.Module):
         self.channels = int(settings.hidden_size)
         arguments = {"add_pooling_layer": False} if self.family.pooler else {}
         self.network = read_network("image_encoder", name if config is None else None, settings, arguments)
+        leave_out_idle(self.network, self.family)
         trained = side_lengths(settings.image_size, (height, width))
         self.interpolating = self.family.interpolates and trained != (height, width)
         self.spec = {
@@ -233,6 +236,15 @@ def read_network(place: str, name: str | None, settings: Any, arguments: Mapping
         return AutoModel.from_pretrained(name, config=settings, **arguments)
     except (OSError, ValueError, RuntimeError) as error:
         raise unreadable(place, name, "weights", error) from error
+
+
+def leave_out_idle(network: nn.Module, family: Family) -> None:
+    """Drop weights that no token passes through: processes that train together wait for every weight."""
+    if family.idle is not None:
+        setattr(network, family.idle, nn.Identity())
+    for module in network.modules():
+        if isinstance(getattr(module, "mask_token", None), nn.Parameter):
+            module.register_parameter("mask_token", None)
 
 
 def read_preprocessor(name: str) -> dict[str, Any]:
