@@ -27,10 +27,13 @@ class Command(NamedTuple):
 # Fields without a default are positional, the others --dotted.flags; looked up only when the command runs.
 COMMANDS: dict[str, Command] = {
     "train": Command("seps.retrieval", "TrainOptions", "run", "train a model from a recipe file"),
-    "cache": Command("seps.features", "CacheOptions", "run", "write the features of frozen backbones once"),
+    "cache": Command("seps.retrieval", "TrainOptions", "run_cache", "write the features of frozen backbones once"),
     "eval": Command("seps.report", "EvalOptions", "run", "measure a model, or saved score matrices, on data"),
     "ablate": Command("seps.ablation", "AblateOptions", "run", "train a grid of choices at equal budget"),
     "caption": Command("seps.captions", "CaptionOptions", "run", "describe images with a multimodal model"),
+    "reid train": Command("seps.reid.training", "TrainOptions", "run", "train re-identification"),
+    "reid eval": Command("seps.reid.report", "EvalOptions", "run", "measure it, with modalities missing too"),
+    "reid rank": Command("seps.reid.pictures", "RankOptions", "run", "draw its rank lists"),
 }
 
 # What a user can cause, as opposed to what only a defect can.

@@ -1,0 +1,44 @@
+"""Which sightings a command works on: the options, and the dataset behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from seps.reid.data import Broken, Dataset, read
+from seps.reid.rendered import render_dataset
+
+
+@dataclass(frozen=True)
+class SightingOptions:
+    """Which sightings."""
+
+    folder: str | None = None
+    """The folder of RGBNT201, RGBNT100 or MSVR310; without one, the built-in drawn people."""
+    layout: Literal["auto", "RGBNT201", "RGBNT100", "MSVR310"] = "auto"
+    """The layout of the folder; auto knows it by its folders."""
+    broken: Broken = "refuse"
+    """What cannot be used: refuse it, skip the sighting, or take a missing modality as absent."""
+    dev_share: float = 0.2
+    """Share of the training identities that is held out to choose the best epoch on; never the test set."""
+    dev_seed: int = 0
+    """Which identities those are."""
+    rendered_seed: int = 0
+    """The seed of the built-in data."""
+    rendered_people: int = 120
+    """Identities of the built-in data to train on, those held out included."""
+    rendered_test_people: int = 48
+    """Identities of the built-in data to test on."""
+    workers: int = 0
+    """Processes that decode pictures."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            raise ValueError(f"data.workers: expected at least 0, found {self.workers}")
+
+
+def open_dataset(data: SightingOptions) -> Dataset:
+    """The dataset of the options, test set included."""
+    if data.folder is not None:
+        return read(data.folder, data.layout, data.broken)
+    return render_dataset(data.rendered_people, data.rendered_test_people, seed=data.rendered_seed)
