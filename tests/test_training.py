@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import nn
 
+from seps import training
 from seps.journal import draw_curves, read_log
 from seps.optimisation import MovingAverage, OptimSettings, learning_rate_factor, make_optimiser
 from seps.snapshots import read_snapshot, write_snapshot
-from seps.training import BEST, SNAPSHOT, FitSettings, fit
+from seps.training import BEST, SNAPSHOT, FitSettings
 
 
 class Line(nn.Module):
@@ -77,10 +78,16 @@ class Regression:
         write_snapshot(self.model.state_dict(), folder / "model.safetensors")
 
 
+OPTIM = OptimSettings(lr=0.01, average=0.9, warmup_steps=3, milestones=(2,))
+
+
 def settings(folder, **changes) -> FitSettings:
-    optim = OptimSettings(lr=0.01, average=changes.pop("average", 0.9), warmup_steps=3, milestones=(2,))
-    start = FitSettings(folder=str(folder), epochs=3, log_steps=1, checkpoint_steps=1, optim=optim)
+    start = FitSettings(folder=str(folder), epochs=3, log_steps=1, checkpoint_steps=1)
     return replace(start, **changes)
+
+
+def fit(task, settings):
+    return training.fit(task, settings, OPTIM)
 
 
 def weights(folder: Path) -> dict:
@@ -150,8 +157,7 @@ def test_a_run_goes_on_exactly_where_it_broke(tmp_path, stop):
 KILLED = """
 import sys
 sys.path.insert(0, {tests!r})
-from test_training import Regression, settings
-from seps.training import fit
+from test_training import Regression, fit, settings
 print("ready", flush=True)
 fit(Regression(pause=0.02), settings({folder!r}))
 """

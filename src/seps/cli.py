@@ -27,7 +27,7 @@ class Command(NamedTuple):
 # Fields without a default are positional, the others --dotted.flags; looked up only when the command runs.
 COMMANDS: dict[str, Command] = {
     "train": Command("seps.retrieval", "TrainOptions", "run", "train a model from a recipe file"),
-    "cache": Command("seps.retrieval", "TrainOptions", "run_cache", "write the features of frozen backbones once"),
+    "cache": Command("seps.retrieval", "TrainOptions", "run_cache", "keep the features of frozen backbones"),
     "eval": Command("seps.report", "EvalOptions", "run", "measure a model, or saved score matrices, on data"),
     "ablate": Command("seps.ablation", "AblateOptions", "run", "train a grid of choices at equal budget"),
     "caption": Command("seps.captions", "CaptionOptions", "run", "describe images with a multimodal model"),
@@ -108,6 +108,7 @@ def choose(words: Sequence[str]) -> tuple[str, list[str]]:
 def run(name: str, words: Sequence[str]) -> int:
     """Parse a command's options and call its function, whose result is the exit code."""
     command = COMMANDS[name]
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     module = importlib.import_module(command.module)
     options = parse(getattr(module, command.options), words, name, command.help)
     return int(getattr(module, command.function)(options) or 0)

@@ -59,22 +59,27 @@ def learning_rate_factor(settings: OptimSettings, epoch: int, step: int, steps: 
 def make_optimiser(
     model: nn.Module, settings: OptimSettings, backbones: Iterable[nn.Module] = ()
 ) -> torch.optim.AdamW:
-    """AdamW over all that learns; what the pre-trained backbones hold gets its own rate."""
+    """AdamW over all that learns; pre-trained backbones get a rate of their own, only matrices decay."""
     slow = {id(parameter) for module in backbones for parameter in module.parameters()}
-    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            groups[id(parameter) in slow].append(parameter)
-    if not any(groups.values()):
+            # Weights of linear layers, embeddings and convolutions; no bias, norm, scale or position.
+            groups.setdefault((id(parameter) in slow, parameter.dim() in (2, 4)), []).append(parameter)
+    if not groups:
         raise ValueError("model: expected at least one weight that learns, found all of them frozen")
     rates = {False: settings.lr, True: settings.lr * settings.backbone_factor}
+    decays = {False: 0.0, True: settings.weight_decay}
     return torch.optim.AdamW(
         [
-            {"params": parameters, "lr": rates[backbone], "rate": rates[backbone]}
-            for backbone, parameters in groups.items()
-            if parameters
-        ],
-        weight_decay=settings.weight_decay,
+            {
+                "params": parameters,
+                "lr": rates[backbone],
+                "rate": rates[backbone],
+                "weight_decay": decays[matrix],
+            }
+            for (backbone, matrix), parameters in groups.items()
+        ]
     )
 
 

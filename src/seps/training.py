@@ -118,8 +118,6 @@ class FitSettings:
     """Write TensorBoard's files too."""
     resume: bool = True
     """Go on with the run that lies in the folder; otherwise it is overwritten."""
-    optim: OptimSettings = field(default_factory=OptimSettings)
-    """The optimiser."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "evaluate_epochs", "log_steps"):
@@ -168,16 +166,18 @@ class Outcome:
 def fit(
     task: Task[Any],
     settings: FitSettings,
+    optim: OptimSettings | None = None,
     world: World | None = None,
     identity: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Train a task, or go on with the run in settings.folder.
 
-    identity: everything that makes the run what it is, by default the settings, which otherwise stand under
-    its key "run"; a run of another identity in the same folder is refused rather than mixed with this one.
+    identity: what else makes the run what it is; a run of another identity or other settings in the same
+    folder is refused rather than mixed with this one.
     """
-    world = world or World()
-    run = _Run(task, settings, world, dict(asdict(settings) if identity is None else identity))
+    optim = optim or OptimSettings()
+    every = dict(identity or {}) | {"run": asdict(settings), "optim": asdict(optim)}
+    run = _Run(task, settings, optim, world or World(), every)
     run.restore()
     run.train()
     return Outcome(run.folder, run.at.step, run.at.best_epoch, run.at.best, run.at.last)
@@ -187,15 +187,20 @@ class _Run:
     """A task under way: optimiser, averaged weights and counters beside the model."""
 
     def __init__(
-        self, task: Task[Any], settings: FitSettings, world: World, identity: dict[str, Any]
+        self,
+        task: Task[Any],
+        settings: FitSettings,
+        optim: OptimSettings,
+        world: World,
+        identity: dict[str, Any],
     ) -> None:
-        self.task, self.settings, self.world, self.identity = task, settings, world, identity
+        self.task, self.settings, self.optim = task, settings, optim
+        self.world, self.identity = world, identity
         self.folder = Path(settings.folder)
         self.model = task.model.to(world.device)
         share_weights(self.model)
-        self.optimiser = make_optimiser(self.model, settings.optim, task.backbones())
-        decay = settings.optim.average
-        self.average = MovingAverage(self.model, decay) if decay else None
+        self.optimiser = make_optimiser(self.model, optim, task.backbones())
+        self.average = MovingAverage(self.model, optim.average) if optim.average else None
         self.at = Counters()
         every = task.steps()
         if every < 1:
@@ -269,24 +274,24 @@ class _Run:
 
     def take_step(self, batch: Any) -> dict[str, float]:
         """One step of the optimiser; a loss or gradient that is no number ends the run with its cause."""
-        settings, at = self.settings, self.at
-        draw_from(settings.seed, at.step, self.world.rank)
-        factor = learning_rate_factor(settings.optim, at.epoch, at.step, self.steps)
+        at = self.at
+        draw_from(self.settings.seed, at.step, self.world.rank)
+        factor = learning_rate_factor(self.optim, at.epoch, at.step, self.steps)
         set_learning_rate(self.optimiser, factor)
         half = torch.autocast(self.world.device.type, torch.bfloat16)
-        with half if settings.precision == "bf16" else nullcontext():
+        with half if self.settings.precision == "bf16" else nullcontext():
             losses = self.task.loss(batch, at.epoch)
         parts = {name: float(value.detach()) for name, value in losses.items()}
         self.require_number(parts["total"], "loss", batch, parts)
         self.optimiser.zero_grad(set_to_none=True)
         losses["total"].backward()
         average_gradients(self.model.parameters())
-        length = float(nn.utils.clip_grad_norm_(self.model.parameters(), settings.optim.clip))
+        length = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.clip))
         self.require_number(length, "gradient", batch, parts)
         self.optimiser.step()
         if self.average is not None:
             self.average.update(self.model)
-        return parts | {"gradient": length, "lr": settings.optim.lr * factor}
+        return parts | {"gradient": length, "lr": self.optim.lr * factor}
 
     def require_number(self, value: float, what: str, batch: Any, parts: Mapping[str, float]) -> None:
         """Stop at the first number that is none, and say where it came from."""

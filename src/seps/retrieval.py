@@ -1,0 +1,441 @@
+"""Training for image-text retrieval: data, model and objective as a task of the loop; `seps train`."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from seps.data.loader import Batch, EpochSampler, caption_counts, generator_for, training_batches
+from seps.data.records import Problems, Source
+from seps.data.text import MOST_WORDS, Encoded, WordNoise, augment_encoded
+from seps.distributed import World, joined, wait
+from seps.evaluation import evaluate
+from seps.features import Features, may_mirror
+from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load
+from seps.objective import ObjectiveSettings, encode_in_parts, retrieval_loss
+from seps.optimisation import OptimSettings
+from seps.recipe import PRESETS, Recipe
+from seps.sources import SCENES, ReadOptions, count_described, open_source, refuse_shared
+from seps.tokens import Tokens
+from seps.training import FitSettings, Outcome, brief, draw_from, fit
+
+logger = logging.getLogger(__name__)
+
+FEATURE_NOISE = 8
+"""The purpose under which noise on kept features is drawn, beside those of the loader."""
+
+
+def _explained(kind: type) -> dict[str, str]:
+    """What a dataclass's docstring says of its fields, in entries of the form "one, two: what they are"."""
+    body = re.sub(r"\s*\n\s{4,}", " ", kind.__doc__ or "")
+    entries = [line.strip().partition(":") for line in body.splitlines()]
+    return {name.strip(): text.strip() for names, _, text in entries if text for name in names.split(",")}
+
+
+def _recipe_options() -> type:
+    """A dataclass with a preset and every choice of a recipe, None where the preset decides."""
+    hints = get_type_hints(Recipe)
+    own = make_dataclass(
+        "RecipeOptions",
+        [
+            ("preset", Literal["paper", "released", "laps", "described"], field(default="described")),
+            *((each.name, hints[each.name] | None, field(default=None)) for each in fields(Recipe)),
+        ],
+        frozen=True,
+    )
+    own.__module__ = __name__
+    said = _explained(Recipe)
+    lines = [f"    {name}: {said[name]}" for name in Recipe.names() if name in said]
+    preset = "    preset: The choices to start from; each choice named beside it replaces the preset's."
+    own.__doc__ = "\n".join(["The method.", "", "Args:", preset, *lines])
+    return own
+
+
+RecipeOptions = _recipe_options()
+
+
+def recipe_from(options: Any) -> Recipe:
+    """The preset with the choices that were made."""
+    changes = {each.name: getattr(options, each.name) for each in fields(Recipe)}
+    return PRESETS[options.preset](**{name: value for name, value in changes.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class DataOptions(ReadOptions):
+    """What is trained on, and how a batch is drawn."""
+
+    folder: str = SCENES
+    """A data folder (captions.jsonl, Karpathy's dataset_*.json, or ids and caps files), or "scenes"."""
+    train: str = "train"
+    """The split to train on."""
+    dev: str = "dev"
+    """The split to choose the best epoch on; never a test split."""
+    dev_limit: int | None = None
+    """Images of dev that count."""
+    batch_size: int = 64
+    """Images of the joint batch of all processes."""
+    micro_batch: int | None = None
+    """Images that are encoded at once; the negatives stay those of the whole batch."""
+    draws: Literal["image", "caption"] = "image"
+    """An epoch sees every image once with a random caption, or every caption once."""
+    workers: int = 0
+    """Processes that decode images."""
+    word_noise: float = 0.2
+    """Share of the words that training masks, replaces or deletes."""
+    flip: Literal["never", "unsided", "always"] = "unsided"
+    """Which images training mirrors, half of the time: "unsided" spares texts that name left or right."""
+    least_crop: float = 0.6
+    """The smallest share of an image's area that training looks at."""
+    cache: str | None = None
+    """Folder of kept features of frozen backbones; training then reads them instead of the images."""
+    feature_noise: float = 0.0
+    """Noise on kept features, as a share of their standard deviation."""
+    patch_dropout: float = 0.0
+    """Share of the patches of kept features that training leaves out."""
+
+    def __post_init__(self) -> None:
+        if "test" in self.dev.lower():
+            raise ValueError(f"data.dev: expected a split that is no test split, found {self.dev!r}")
+        if self.dev == self.train:
+            raise ValueError(f"data.dev: expected another split than data.train, found {self.dev!r} twice")
+        if self.batch_size < 2:
+            raise ValueError(f"data.batch_size: expected at least 2, found {self.batch_size}")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"data.micro_batch: expected at least 1, found {self.micro_batch}")
+        for name in ("patch_dropout", "word_noise"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"data.{name}: expected 0 to below 1, found {getattr(self, name)}")
+        if self.feature_noise < 0:
+            raise ValueError(f"data.feature_noise: expected at least 0, found {self.feature_noise}")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What is trained."""
+
+    start: str | None = None
+    """A model folder or hub name to go on from; the options below and the recipe are then its own."""
+    channels: int = 512
+    """C, what both encoders are projected to."""
+    image_encoder: dict[str, Any] = field(default_factory=lambda: {"kind": "light"})
+    """kind and its arguments, such as {kind: huggingface, name: facebook/dinov2-small, tuning: frozen}."""
+    text_encoder: dict[str, Any] = field(default_factory=lambda: {"kind": "light"})
+    """kind and its arguments, such as {kind: huggingface, name: bert-base-uncased}."""
+    tokenizer: str | None = None
+    """Hub name or folder of a tokenizer, where the text encoder brings none."""
+    global_term: Literal["none", "loss", "score"] = "none"
+    """One vector an image and a text: none, trained for coarse search, or also part of the score."""
+    gradient_checkpointing: bool = False
+    """Compute the backbones' activations again in the backward pass instead of keeping them."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a model: `seps train recipe.yaml --optim.lr 1e-4`.
+
+    Everything may stand in a YAML file and be overridden behind it; --print_config writes such a file. The
+    same line again goes on with a run that was broken.
+    """
+
+    run: FitSettings = field(default_factory=FitSettings)
+    """The run."""
+    data: DataOptions = field(default_factory=DataOptions)
+    """The data."""
+    model: ModelOptions = field(default_factory=ModelOptions)
+    """The model."""
+    recipe: RecipeOptions = field(default_factory=RecipeOptions)  # type: ignore[valid-type]
+    """The method."""
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    """The loss."""
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    """The optimiser."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A batch as the encoders take it: pixels or kept raw features, ids or kept raw features.
+
+    ids (B,) tell images apart; names are what the pictures are called.
+    """
+
+    images: Tensor | Tokens
+    texts: Encoded | Tokens
+    dense: Encoded | Tokens | None
+    ids: Tensor
+    names: tuple[str, ...]
+
+
+class RetrievalTask:
+    """A model, the data it learns from, and the dev split it is chosen on."""
+
+    def __init__(
+        self,
+        model: SepsModel,
+        processor: SepsProcessor,
+        train: Source,
+        dev: Source,
+        options: TrainOptions,
+        world: World | None = None,
+    ) -> None:
+        self.model, self.processor, self.options = model, processor, options
+        self.train, self.dev = train, dev
+        self.world = world or World()
+        self.problems = Problems(options.data.broken)
+        if options.data.batch_size % self.world.size:
+            raise ValueError(
+                f"data.batch_size: expected a multiple of the {self.world.size} processes, "
+                f"found {options.data.batch_size}"
+            )
+        self.sampler = EpochSampler(
+            caption_counts(train),
+            options.data.batch_size // self.world.size,
+            options.run.seed,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            draws=options.data.draws,
+        )
+        self.describes = model.recipe.dense != "none" and count_described(train) > 0
+        self.features = self._open_features()
+
+    def _open_features(self) -> Features | None:
+        """Kept features, completed by the first process."""
+        cache = self.options.data.cache
+        if cache is None:
+            return None
+        nn.Module.to(self.model, self.world.device)
+        if self.world.main:
+            features = Features.open(cache, self.model, self.processor)
+            length = self.model.recipe.description_length if self.describes else None
+            features.fill(self.train, length, self.options.data.flip != "never", MOST_WORDS)
+            features.fill(self.dev, length, False, MOST_WORDS)
+        wait(self.world)
+        return features if self.world.main else Features.open(cache, self.model, self.processor)
+
+    @cached_property
+    def ordinary(self) -> np.ndarray:
+        """The token ids that a random replacement is drawn from."""
+        return np.asarray(list(self.processor.tokenizer.ordinary))
+
+    def backbones(self) -> list[nn.Module]:
+        """The backbones that did not start from nothing."""
+        encoders = (self.model.image_encoder, self.model.text_encoder)
+        return [encoder.body for encoder in encoders if not encoder.body.scratch]
+
+    def steps(self) -> int:
+        """Batches of an epoch."""
+        return self.sampler.steps
+
+    def loader(self, epoch: int, start: int) -> Iterator[Drawn]:
+        """The batches of an epoch from number `start` on."""
+        sampler = self.sampler.at(epoch, start)
+        if self.features is not None and self.features.images is not None:
+            for number, draws in enumerate(sampler, start):
+                yield self._draw_kept(self.features, draws, epoch, number)
+            return
+        data = self.options.data
+        view = replace(self.processor.view, flip=data.flip, scale=(data.least_crop, 1.0))
+        for batch in training_batches(self.train, sampler, view, data.workers, self.problems):
+            yield self._draw(batch)
+
+    def _draw(self, batch: Batch) -> Drawn:
+        """A batch of decoded images."""
+        generators = batch.word_generators(self.options.run.seed)
+        texts = self._read_captions(batch.captions, generators)
+        dense = self._read_dense(batch.dense) if self.describes else None
+        return Drawn(batch.pixels, texts, dense, batch.indices, batch.image_ids)
+
+    def _draw_kept(self, features: Features, draws: Any, epoch: int, number: int) -> Drawn:
+        """A batch of kept image features, and of kept text features where the text backbone is frozen."""
+        data, seed = self.options.data, self.options.run.seed
+        records = [self.train[draw.record] for draw in draws]
+        generator = generator_for(seed, epoch, FEATURE_NOISE, number * self.world.size + self.world.rank)
+        mirrored = [
+            bool(generator.random() < 0.5) and data.flip != "never" and may_mirror(record)
+            for record in records
+        ]
+        images = disturb(
+            features.image_tokens(records, mirrored), data.feature_noise, data.patch_dropout, generator
+        )
+        captions = [record.captions[draw.caption] for record, draw in zip(records, draws, strict=True)]
+        described = [record.dense for record in records]
+        texts: Encoded | Tokens
+        dense: Encoded | Tokens | None = None
+        if features.texts is not None:
+            raw = features.text_tokens(captions, MOST_WORDS)
+            texts = disturb(raw, data.feature_noise, data.word_noise, generator)
+            if self.describes:
+                dense = features.text_tokens(described, self.model.recipe.description_length)
+        else:
+            places = [generator_for(seed, epoch, FEATURE_NOISE + 1, draw.record) for draw in draws]
+            texts = self._read_captions(captions, places)
+            dense = self._read_dense(described) if self.describes else None
+        ids = torch.tensor([draw.record for draw in draws])
+        return Drawn(images, texts, dense, ids, tuple(record.image_id for record in records))
+
+    def _read_captions(self, captions: Any, generators: list[np.random.Generator]) -> Encoded:
+        """Captions as ids, some of their words disturbed."""
+        tokenizer = self.processor.tokenizer
+        encoded = tokenizer(captions, MOST_WORDS)
+        noise = WordNoise(self.options.data.word_noise)
+        if noise.rate == 0:
+            return encoded
+        return augment_encoded(encoded, noise, tokenizer.mask_id, tokenizer.pad_id, self.ordinary, generators)
+
+    def _read_dense(self, texts: Any) -> Encoded:
+        """Descriptions as ids; None is an absent one."""
+        read = self.processor.texts(list(texts), self.model.recipe.description_length)
+        return Encoded(read["ids"], read["mask"], read["words"])
+
+    def names(self, batch: Drawn) -> str:
+        """The images of a batch."""
+        return ", ".join(batch.names)
+
+    def loss(self, batch: Drawn, epoch: int) -> Mapping[str, Tensor]:
+        """The losses of the joint batch."""
+        images = self._encode_images(batch.images)
+        texts = self._encode_texts(batch.texts)
+        dense = None if batch.dense is None else self._encode_texts(batch.dense)
+        ids = batch.ids.to(self.world.device)
+        return retrieval_loss(self.model, images, texts, dense, ids, self.options.objective, epoch)
+
+    def _encode_images(self, images: Tensor | Tokens) -> Tokens:
+        if isinstance(images, Tokens):
+            return self.model.project_images(images.to(self.world.device))
+        pixels = images.to(self.world.device)
+        return encode_in_parts(self.model.encode_images, (pixels,), self.options.data.micro_batch)
+
+    def _encode_texts(self, texts: Encoded | Tokens) -> Tokens:
+        if isinstance(texts, Tokens):
+            return self.model.project_texts(texts.to(self.world.device))
+        ids, mask = texts.ids.to(self.world.device), texts.mask.to(self.world.device)
+        return encode_in_parts(self.model.encode_texts, (ids, mask), self.options.data.micro_batch)
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Recall on dev; the score is rSum."""
+        data = self.options.data
+        found = evaluate(
+            self.model, self.processor, self.dev, self.features, data.batch_size, data.workers, self.problems
+        )
+        return {**found, "score": found["rsum"]}
+
+    def save(self, folder: Path) -> None:
+        """The model and its processor as a folder that travels."""
+        save(self.model, self.processor, folder)
+
+
+def save(model: SepsModel, processor: SepsProcessor, folder: Path) -> None:
+    """Write both into one folder, without a progress bar of the ecosystem's between ours."""
+    from transformers.utils import logging as ecosystem
+
+    shown = ecosystem.is_progress_bar_enabled()
+    ecosystem.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+    finally:
+        if shown:
+            ecosystem.enable_progress_bar()
+
+
+def disturb(tokens: Tokens, noise: float, dropout: float, generator: np.random.Generator) -> Tokens:
+    """Kept features with Gaussian noise, a share of their deviation, and some tokens left out of each item.
+
+    Every item keeps at least one token. (B,N,C) -> (B,N,C)
+    """
+    features, mask = tokens.features, tokens.mask
+    if noise:
+        drawn = torch.from_numpy(generator.standard_normal(features.shape, dtype=np.float32))
+        features = features + noise * features.std() * drawn
+    if dropout:
+        stays = torch.from_numpy(generator.random(features.shape[:2]) >= dropout)
+        real = torch.ones_like(stays) if mask is None else mask
+        kept = real & stays
+        mask = torch.where(kept.any(1, keepdim=True), kept, real)
+    return Tokens(features, mask, tokens.cls)
+
+
+def build_model(options: TrainOptions, train: Source) -> tuple[SepsModel, SepsProcessor]:
+    """The model that the options describe, or the one they start from."""
+    chosen = options.model
+    if chosen.start is not None:
+        return load(chosen.start)
+    draw_from(options.run.seed, 0, 0)
+    recipe = recipe_from(options.recipe)
+    config = SepsConfig(
+        asdict(recipe),
+        chosen.channels,
+        chosen.image_encoder,
+        chosen.text_encoder,
+        chosen.global_term,
+    )
+    texts: list[str] = []
+    if chosen.text_encoder.get("kind") == "light":
+        for index in range(len(train)):
+            record = train[index]
+            texts.extend(record.captions)
+            if record.dense is not None and recipe.dense != "none":
+                texts.append(record.dense)
+    model, processor = create(config, texts or None, chosen.tokenizer)
+    if chosen.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model, processor
+
+
+def make_task(options: TrainOptions, world: World | None = None) -> RetrievalTask:
+    """Data and model of the options as a task of the loop."""
+    data = options.data
+    train = open_source(data.folder, data, data.train)
+    dev = open_source(data.folder, data, data.dev, data.dev_limit)
+    refuse_shared(train, dev)
+    model, processor = build_model(options, train)
+    return RetrievalTask(model, processor, train, dev, options, world)
+
+
+def train(options: TrainOptions, world: World | None = None) -> Outcome:
+    """Train a model as the options say, or go on with it."""
+    world = world or World()
+    task = make_task(options, world)
+    outcome = fit(task, options.run, options.optim, world, describe(options))
+    if task.problems:
+        logger.warning("%s", task.problems.summary())
+    return outcome
+
+
+def describe(options: TrainOptions) -> dict[str, Any]:
+    """Options as nested plain values."""
+    return asdict(options)
+
+
+def run(options: TrainOptions) -> int:
+    """`seps train`."""
+    with joined(options.device) as world:
+        outcome = train(options, world)
+        if world.main:
+            best = {name: value for name, value in outcome.best.items() if name != "score"}
+            logger.info("%d steps; best epoch %s on dev: %s", outcome.steps, outcome.best_epoch, brief(best))
+            logger.info("model: %s", outcome.model)
+    return 0
+
+
+def run_cache(options: TrainOptions) -> int:
+    """`seps cache`: what `seps train` does first when data.cache is given, and nothing else."""
+    if options.data.cache is None:
+        raise ValueError("data.cache: expected the folder to keep features in, found none")
+    with joined(options.device) as world:
+        features = make_task(options, world).features
+        if world.main and features is not None:
+            for name, store in (("images", features.images), ("texts", features.texts)):
+                if store is not None:
+                    logger.info("%s: %d items, %d rows in %s", name, len(store), store.end, store.folder)
+    return 0
