@@ -1,0 +1,6 @@
+"""Explanation: which patches were kept, which word met which patch, in numbers that add up."""
+
+from seps.explain.explanation import Choice, Explanation, Word, explain, explain_stored, explain_tokens
+from seps.explain.meeting import Meeting
+
+__all__ = ["Choice", "Explanation", "Meeting", "Word", "explain", "explain_stored", "explain_tokens"]
