@@ -8,6 +8,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedTokenizerFast
 
+from seps.losses import hinge
 from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load
 from seps.recipe import PRESETS, paper
 from seps.tokens import Tokens
@@ -399,6 +400,28 @@ def test_wrong_input_meets_one_sentence(images, texts, sentence):
     _, processor = light_model()
     with pytest.raises(ValueError, match=sentence):
         processor(images, texts)
+
+
+def test_real_size_backbones_learn_and_evaluate():
+    """ViT-B/16 and BERT-base, from random configurations: one training step and one evaluation."""
+    config = SepsConfig(
+        image_encoder={"kind": "huggingface", "config": {"model_type": "vit"}},
+        text_encoder={"kind": "huggingface", "config": {"model_type": "bert"}, "special": [0, 101, 102]},
+    )
+    model = SepsModel(config)
+    assert (model.image_encoder.patches, model.head.slimmer.tokens) == (196, 39)
+    pixels, ids = torch.randn(2, 3, 224, 224), torch.tensor([[101, 2000, 3000, 102], [101, 2500, 102, 0]])
+    optimiser = torch.optim.AdamW(model.parameter_groups(2e-4))
+    watched = [model.image_encoder.body.network.embeddings.cls_token, model.head.slimmer.scale]
+    before = [parameter.detach().clone() for parameter in watched]
+    hinge(model.train()(pixels, ids, ids > 0), negatives="all").backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0)
+    optimiser.step()
+    assert all(not torch.equal(old, new) for old, new in zip(before, watched, strict=True))
+    with torch.no_grad():
+        scores = model.eval()(pixels, ids, ids > 0)
+    assert scores.shape == (2, 2)
+    assert torch.isfinite(scores).all()
 
 
 def test_dense_ids_and_mask_come_together():

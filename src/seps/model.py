@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedConfig,
 from seps.data.text import WordTokenizer
 from seps.encoders import build_image_encoder, build_text_encoder
 from seps.encoders.layers import something
-from seps.head import SlimHead, full_precision
+from seps.head import SlimHead
+from seps.pairwise.prepared import full_precision
 from seps.processor import PieceTokenizer, SepsProcessor, read_pieces
 from seps.recipe import PRESETS, Recipe
 from seps.slimming import unit
