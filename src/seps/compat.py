@@ -7,7 +7,7 @@ Everything here carries the parameter names of the ancestors, so their state dic
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -61,10 +61,7 @@ class TokenSparse(nn.Module):
         given = {"attention_x": attention_x, "attention_y": attention_y}
         given |= {} if attention_y_dense is None else {"attention_y_dense": attention_y_dense}
         for name, signal in given.items():
-            if signal.shape != tokens.shape[:2]:
-                raise ValueError(
-                    f"{name}: expected shape {tuple(tokens.shape[:2])}, found {tuple(signal.shape)}"
-                )
+            expect_shape(name, signal, tokens.shape[:2])
         own, *guides = (signal.unsqueeze(1) for signal in given.values())
         if self.use_paper_version:
             predicted = self.score_predictor(tokens).transpose(1, 2)
@@ -95,7 +92,7 @@ class TokenAggregation(nn.Module):
 
     def forward(self, x: Tensor, keep_policy: Tensor | None = None) -> Tensor:
         """x (B,N,C), keep_policy (B,N) with 1 = keep -> (B,J,C)"""
-        return aggregate(x, keep_policy, self.weight, self.scale)
+        return aggregate(("x", "keep_policy"), x, keep_policy, self.weight, self.scale)
 
 
 class DualTokenAggregation(nn.Module):
@@ -115,21 +112,21 @@ class DualTokenAggregation(nn.Module):
         mask_dense: Tensor | None = None,
     ) -> Tensor:
         """tokens_* (B,K,C), mask_* (B,K) with 1 = keep -> (B,J,C)"""
-        tokens = aggregate(tokens_sparse, mask_sparse, self.weight_sparse, self.scale)
+        names = ("tokens_sparse", "mask_sparse"), ("tokens_dense", "mask_dense")
+        tokens = aggregate(names[0], tokens_sparse, mask_sparse, self.weight_sparse, self.scale)
         if tokens_dense is None:
             return tokens
-        return tokens + aggregate(tokens_dense, mask_dense, self.weight_dense, self.scale)
+        return tokens + aggregate(names[1], tokens_dense, mask_dense, self.weight_dense, self.scale)
 
 
-def aggregate(tokens: Tensor, decision: Tensor | None, network: nn.Module, scale: Tensor) -> Tensor:
-    """Eq. 4 for one branch. tokens (B,N,C), decision (B,N) -> (B,J,C)"""
-    expect_patches("x", tokens, tokens.shape[-1])
+def aggregate(
+    names: tuple[str, str], tokens: Tensor, decision: Tensor | None, network: nn.Sequential, scale: Tensor
+) -> Tensor:
+    """Eq. 4 for one branch; names are the caller's. tokens (B,N,C), decision (B,N) -> (B,J,C)"""
+    expect_patches(names[0], tokens, cast(nn.LayerNorm, network[0]).normalized_shape[0])
     if decision is None:
         decision = tokens.new_ones(tokens.shape[:2])
-    if decision.shape != tokens.shape[:2]:
-        raise ValueError(
-            f"keep_policy: expected shape {tuple(tokens.shape[:2])}, found {tuple(decision.shape)}"
-        )
+    expect_shape(names[1], decision, tokens.shape[:2])
     logits = (network(tokens) * scale).transpose(1, 2)
     return aggregation_weights(logits, decision.to(tokens.dtype).unsqueeze(1))[:, 0] @ tokens
 
@@ -147,10 +144,8 @@ def mask_xattn_one_text(
     """Eq. 5 for one text, unit vectors in. img_embs (B,J,C), cap_i_expand (B,M,C), img_mask (B,J) -> (B,1)"""
     expect_patches("img_embs", img_embs, img_embs.shape[-1])
     expect_patches("cap_i_expand", cap_i_expand, img_embs.shape[-1])
-    if img_mask is not None and img_mask.shape != img_embs.shape[:2]:
-        raise ValueError(
-            f"img_mask: expected shape {tuple(img_embs.shape[:2])}, found {tuple(img_mask.shape)}"
-        )
+    if img_mask is not None:
+        expect_shape("img_mask", img_mask, img_embs.shape[:2])
     cosines = cap_i_expand @ img_embs.transpose(1, 2)
     learned = use_paper_version and relevance_mlp is not None
     score = align(
@@ -239,12 +234,18 @@ class _PairHead(nn.Module):
         """Scores (B,T) and, in training, the decision of each branch as a mask (T,B,N)."""
         self._bind()
         images = self._images(img_embs)
-        texts = Tokens.padded(cap_embs, cap_lens)
+        texts = admit_words("cap_embs", cap_embs, "cap_lens", cap_lens, head.channels)
         if (long_cap_embs is None) != (long_cap_lens is None):
             raise ValueError("long_cap_embs, long_cap_lens: expected both or neither, found one of them")
         dense = None
         if long_cap_embs is not None and long_cap_lens is not None:
-            dense = Tokens.padded(long_cap_embs, long_cap_lens)
+            dense = admit_words(
+                "long_cap_embs", long_cap_embs, "long_cap_lens", long_cap_lens, head.channels, least=0
+            )
+            if len(dense) != len(texts):
+                raise ValueError(
+                    f"long_cap_embs: expected one for each of {len(texts)} texts, found {len(dense)}"
+                )
         if not self.training:
             return head(images, texts, dense), ()
         seen = head.inspect(images, texts, dense)
@@ -260,7 +261,9 @@ class _PairHead(nn.Module):
                 f"img_embs: expected {self.num_patches} patches, or one token more with CLS first, "
                 f"found {img_embs.shape[1]}"
             )
-        return Tokens(img_embs[:, extra:], cls=img_embs[:, 0] if extra else None)
+        images = Tokens(img_embs[:, extra:], cls=img_embs[:, 0] if extra else None)
+        images.require_finite("img_embs")
+        return images
 
 
 class CrossSparseAggrNet(_PairHead):
@@ -474,14 +477,41 @@ class MultiModalSDTPS(nn.Module):
         TI_global: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Patches (B,N,C) and globals (B,C) -> three enhanced token sets (B,J+1,C), three masks (B,N)"""
-        patches = dict(zip(self.MODALITIES, (RGB_cash, NI_cash, TI_cash), strict=True))
-        anchors = dict(zip(self.MODALITIES, (RGB_global, NI_global, TI_global), strict=True))
+        given = {"RGB": (RGB_cash, RGB_global), "NI": (NI_cash, NI_global), "TI": (TI_cash, TI_global)}
+        tokens, anchors = {}, {}
+        for name, (argument, (patches, anchor)) in zip(self.MODALITIES, given.items(), strict=True):
+            expect_patches(f"{argument}_cash", patches, self.embed_dim)
+            expect_shape(f"{argument}_global", anchor, (len(patches), self.embed_dim))
+            tokens[name], anchors[name] = Tokens(patches), anchor
+            tokens[name].require_finite(f"{argument}_cash")
+            Tokens(anchor.unsqueeze(1)).require_finite(f"{argument}_global")
         self._bind()
-        for name in self.MODALITIES:
-            expect_patches(f"{name} patches", patches[name], self.embed_dim)
-        tokens = {name: Tokens(each) for name, each in patches.items()}
         rgb, nir, tir = self._slimmers[0].inspect(tokens, anchors).values()
         return rgb.tokens, nir.tokens, tir.tokens, rgb.decision, nir.decision, tir.decision
+
+
+def admit_words(
+    name: str, words: Tensor, lengths_name: str, lengths: Tensor, channels: int, least: int = 1
+) -> Tokens:
+    """Words of texts under the caller's names, checked. words (T,M,C), lengths (T,)"""
+    expect_patches(name, words, channels)
+    counts = torch.as_tensor(lengths).reshape(-1)
+    if len(counts) != len(words):
+        raise ValueError(f"{lengths_name}: expected one for each of {len(words)} texts, found {len(counts)}")
+    if counts.min() < least or counts.max() > words.shape[1]:
+        raise ValueError(
+            f"{lengths_name}: expected {least} to {words.shape[1]}, "
+            f"found {int(counts.min())} to {int(counts.max())}"
+        )
+    texts = Tokens.padded(words, counts)
+    texts.require_finite(name)
+    return texts
+
+
+def expect_shape(name: str, values: Tensor, expected: Sequence[int]) -> None:
+    """Refuse a tensor of another shape."""
+    if values.shape != tuple(expected):
+        raise ValueError(f"{name}: expected shape {tuple(expected)}, found {tuple(values.shape)}")
 
 
 def expect_patches(name: str, tokens: Tensor, channels: int) -> None:
