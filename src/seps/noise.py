@@ -16,7 +16,7 @@ def _scramble(words: Tensor) -> Tensor:
 
 
 def between_zero_and_one(words: Tensor) -> Tensor:
-    """32-bit words as numbers above 0 and below 1, of 23 bits and a half: float32 rounds none of them to 1."""
+    """32-bit words as numbers above 0 and below 1; with 23 bits and a half, none is rounded to 1."""
     return ((words >> 9).to(torch.float32) + 0.5) / (1 << 23)
 
 
