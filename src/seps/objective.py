@@ -65,11 +65,11 @@ def retrieval_loss(
     joint_texts = gather_tokens(texts)
     if dense is not None and recipe.dense_side == "text":
         dense = gather_tokens(dense)
-    own, shares = model.head._pairs(images, joint_texts, dense, None)
+    own, shares = model.head.scores_and_shares(images, joint_texts, dense)
     scores = gather(model.with_global(own, images, joint_texts))
     joint_ids = gather(image_ids)
     alignment = match(scores, joint_ids, settings, model.temperature, epoch)
-    ratio = ratio_of(recipe, [gather(share.reshape(1)).mean() for share in shares.values()])
+    ratio = ratio_of(recipe, [gather(share.reshape(1)).mean() for share in shares])
     losses = {"total": alignment + ratio, "alignment": alignment, "ratio": ratio}
     if model.global_term is not None and settings.global_weight > 0:
         cosines = gather(model.global_images(images)) @ gather(model.global_texts(texts)).T
