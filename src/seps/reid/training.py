@@ -24,6 +24,7 @@ from seps.reid.measure import figures_on
 from seps.reid.model import KINDS, Features, ReIdConfig, ReIdModel, class_of
 from seps.reid.sources import SightingOptions, open_dataset
 from seps.reid.views import Variation
+from seps.slimming import unit
 from seps.training import FitSettings, Outcome, draw_from, fit
 
 logger = logging.getLogger(__name__)
@@ -196,7 +197,9 @@ class ReIdTask:
         for kind in KINDS[model.config.features]:
             logits = model.logits(description, kind)
             identity.append(functional.cross_entropy(logits, classes, label_smoothing=objective.smoothing))
-            triplet.append(batch_hard_triplet(getattr(description, kind), classes, objective.margin))
+            # Of unit length, as they are compared: the raw slimmed feature would outweigh all other losses.
+            feature = unit(getattr(description, kind))
+            triplet.append(batch_hard_triplet(feature, classes, objective.margin))
         parts = {
             "identity": torch.stack(identity).sum(),
             "triplet": torch.stack(triplet).sum(),
