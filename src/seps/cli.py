@@ -31,6 +31,12 @@ COMMANDS: dict[str, Command] = {
     "eval": Command("seps.report", "EvalOptions", "run", "measure a model, or saved score matrices, on data"),
     "ablate": Command("seps.ablation", "AblateOptions", "run", "train a grid of choices at equal budget"),
     "caption": Command("seps.captions", "CaptionOptions", "run", "describe images with a multimodal model"),
+    "index": Command("seps.gallery.commands", "IndexOptions", "run_index", "index a folder of pictures"),
+    "search": Command("seps.gallery.commands", "SearchOptions", "run_search", "find pictures by words"),
+    "explain": Command("seps.explain.commands", "ExplainOptions", "run_explain", "show why a score is so"),
+    "gallery stats": Command("seps.gallery.commands", "GalleryOptions", "run_stats", "what a gallery holds"),
+    "gallery compact": Command("seps.gallery.commands", "GalleryOptions", "run_compact", "merge and sweep"),
+    "gallery remove": Command("seps.gallery.commands", "RemoveOptions", "run_remove", "take pictures out"),
     "reid train": Command("seps.reid.training", "TrainOptions", "run", "train re-identification"),
     "reid eval": Command("seps.reid.report", "EvalOptions", "run", "measure it, with modalities missing too"),
     "reid rank": Command("seps.reid.pictures", "RankOptions", "run", "draw its rank lists"),
@@ -124,7 +130,7 @@ def parse(kind: type, words: Sequence[str], name: str = "", description: str = "
     )
     parser.add_argument("--config", action="config", help="A YAML file with any of these options.")
     parser.add_class_arguments(kind, as_positional=True, as_group=False)
-    words = list(words)
+    words = spell_out(kind, words)
     if words and words[0].endswith((".yaml", ".yml")):
         words = ["--config", *words]
     try:
@@ -132,6 +138,17 @@ def parse(kind: type, words: Sequence[str], name: str = "", description: str = "
     except ArgumentError as error:
         raise ValueError(_plain(str(error))) from None
     return kind(**{field.name: values[field.name] for field in fields(kind)})
+
+
+def spell_out(kind: type, words: Sequence[str]) -> list[str]:
+    """The words with -o as --output, and a bare --switch as --switch true."""
+    switches = {f"--{field.name}" for field in fields(kind) if field.type in (bool, "bool")}
+    spelled: list[str] = []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        spelled.append("--output" if word == "-o" else word)
+        if word in switches and following.lower() not in ("true", "false"):
+            spelled.append("true")
+    return spelled
 
 
 def _describe(kind: type, description: str) -> str:

@@ -288,6 +288,16 @@ class Gallery:
         return rows
 
 
+def load_gallery(location: str | os.PathLike[str], model: str | os.PathLike[str] = "") -> Gallery:
+    """A gallery with its model, read from where it was when indexing, or from another place."""
+    from seps.model import load
+
+    source = os.fspath(model) or Store.open(os.fspath(location)).about.model_source
+    if not source:
+        raise ValueError(f"{location}: expected a model, found none named when it was indexed")
+    return Gallery.open(location, *load(source))
+
+
 def said_beside(picture: Picture) -> Said:
     """What the files beside a picture say of it."""
     return beside(picture.source) if isinstance(picture.source, Path) else Said()

@@ -391,7 +391,7 @@ def quoted(text: str) -> str:
 def sentence(error: BaseException) -> str:
     """The first sentence of an engine's message, without where in its source it arose."""
     text = " ".join(str(error).split())
-    text = re.split(r", /\S*\.rs:|\. Detail:|, location:", text)[0]
+    text = re.split(r", /\S*\.rs:|\. Detail:|, location:|\. Valid fields", text)[0]
     for prefix in ("lance error: ", "Invalid input, ", "Schema error: ", "Invalid user input: "):
         text = text.removeprefix(prefix)
     return text or type(error).__name__
