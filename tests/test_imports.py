@@ -42,6 +42,7 @@ ORDER = [
     "report",
     "retrieval",
     "ablation",
+    "chat",
     "captions",
     "gallery",
     "explain",

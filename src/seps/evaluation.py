@@ -16,7 +16,7 @@ from seps.data.scenes import Truth
 from seps.features import Features, batches
 from seps.metrics import Retrieval, measure_retrieval
 from seps.model import SepsModel, SepsProcessor
-from seps.objective import concatenate
+from seps.objective import Scored, concatenate
 from seps.progress import progress_bar
 from seps.recipe import Side
 from seps.slimming import unit
@@ -311,7 +311,9 @@ def evaluate(
     batch_size: int = 64,
     workers: int = 0,
     problems: Problems | None = None,
+    scored: Scored = "alignment",
 ) -> Mapping[str, float]:
     """Figures of a model on a source, and the corpus thrown away: what training asks for after an epoch."""
     corpus = encode(model, processor, source, features, batch_size, workers, problems=problems)
-    return figures_of(measure_retrieval(score_all(model, corpus), corpus.owners))
+    scores = score_all(model, corpus) if scored == "alignment" else score_globally(model, corpus)
+    return figures_of(measure_retrieval(scores, corpus.owners))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,11 +15,15 @@ from seps.losses import Negatives, hinge, info_nce, ratio_of
 from seps.model import SepsModel
 from seps.tokens import Tokens
 
+Scored = Literal["alignment", "global"]
+
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
     """The loss of a batch."""
 
+    scored: Scored = "alignment"
+    """What is trained: slimming and alignment, or the cosine of the global vectors alone, a baseline."""
     loss: Literal["hinge", "info_nce"] = "hinge"
     """Eq. 6, or cross-entropy with a learned temperature, which learns well from scratch."""
     margin: float = 0.2
@@ -30,8 +34,11 @@ class ObjectiveSettings:
     """Weight of the loss of the global vectors, where the model has a global term."""
 
     def __post_init__(self) -> None:
-        if self.loss not in ("hinge", "info_nce"):
-            raise ValueError(f"objective.loss: expected hinge or info_nce, found {self.loss!r}")
+        for name, known in (("loss", ("hinge", "info_nce")), ("scored", get_args(Scored))):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"objective.{name}: expected {' or '.join(known)}, found {getattr(self, name)!r}"
+                )
         for name in ("margin", "all_negatives_epochs", "global_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"objective.{name}: expected at least 0, found {getattr(self, name)}")
@@ -61,13 +68,16 @@ def retrieval_loss(
     Every process scores its own images against all texts; the rows are gathered with their gradients.
     images, texts and their dense text: this process's part, text i belonging to image i; image_ids (B,)
     """
+    joint_ids = gather(image_ids)
+    if settings.scored == "global":
+        cosines = gather(model.global_images(images)) @ gather(model.global_texts(texts)).T
+        return {"total": match(cosines, joint_ids, settings, model.temperature, epoch)}
     recipe = model.recipe
     joint_texts = gather_tokens(texts)
     if dense is not None and recipe.dense_side == "text":
         dense = gather_tokens(dense)
     own, shares = model.head.scores_and_shares(images, joint_texts, dense)
     scores = gather(model.with_global(own, images, joint_texts))
-    joint_ids = gather(image_ids)
     alignment = match(scores, joint_ids, settings, model.temperature, epoch)
     ratio = ratio_of(recipe, [gather(share.reshape(1)).mean() for share in shares])
     losses = {"total": alignment + ratio, "alignment": alignment, "ratio": ratio}

@@ -15,9 +15,18 @@ from torch import Tensor
 
 from seps.data.records import Record, Source, written_beside
 from seps.distributed import choose_device
-from seps.evaluation import chance_rsum, encode, figures_of, measure_grounding, on_side, score_all
+from seps.evaluation import (
+    chance_rsum,
+    encode,
+    figures_of,
+    measure_grounding,
+    on_side,
+    score_all,
+    score_globally,
+)
 from seps.metrics import measure_folds, measure_retrieval, rank_queries
 from seps.model import SepsModel, load
+from seps.objective import Scored
 from seps.recipe import Side
 from seps.report_page import write_page
 from seps.sources import ReadOptions, open_source, truths_of
@@ -52,6 +61,8 @@ class EvalOptions:
     """Also the mean over so many parts of the images; 5 by itself on 5,000 images, which is COCO's 1K."""
     dense_side: Side | None = None
     """Hang dense text on this side instead of the one the model was trained with."""
+    scored: Scored = "alignment"
+    """Score by slimming and alignment, or by the cosine of the global vectors alone."""
     examples: int = 6
     """Best and worst queries of each kind that the report shows."""
     batch_size: int = 64
@@ -154,9 +165,10 @@ def _measure(options: EvalOptions, source: Source) -> tuple[Scores, dict[str, An
         model = on_side(model, options.dense_side)
     torch.nn.Module.to(model, choose_device(options.device))
     corpus = encode(model, processor, source, None, options.batch_size, options.workers)
-    values = score_all(model, corpus)
-    side = "none" if corpus.dense is None else model.recipe.dense_side
-    origin = {"model": options.model, "recipe": asdict(model.recipe)}
+    values = score_all(model, corpus) if options.scored == "alignment" else score_globally(model, corpus)
+    unused = corpus.dense is None or options.scored == "global"
+    side = "none" if unused else model.recipe.dense_side
+    origin = {"model": options.model, "scored": options.scored, "recipe": asdict(model.recipe)}
     names = tuple(record.image_id for record in corpus.records)
     extra: dict[str, Any] = {}
     truths = truths_of(source, corpus.indices, options.data)

@@ -325,7 +325,14 @@ class RetrievalTask:
         """Recall on dev; the score is rSum."""
         data = self.options.data
         found = evaluate(
-            self.model, self.processor, self.dev, self.features, data.batch_size, data.workers, self.problems
+            self.model,
+            self.processor,
+            self.dev,
+            self.features,
+            data.batch_size,
+            data.workers,
+            self.problems,
+            self.options.objective.scored,
         )
         return {**found, "score": found["rsum"]}
 
