@@ -288,6 +288,21 @@ class SepsModel(PreTrainedModel):
         self.config.image_encoder = self.image_encoder.spec
         self.config.text_encoder = self.text_encoder.spec
 
+    def packaged(self) -> set[str]:
+        """Names of weights that every machine has from an installed package: no folder holds them."""
+        encoders = {"image_encoder": self.image_encoder, "text_encoder": self.text_encoder}
+        return {
+            f"{name}.body.{key}"
+            for name, encoder in encoders.items()
+            if encoder.refill is not None
+            for key in encoder.body.state_dict()
+        }
+
+    def save_pretrained(self, *inputs: Any, **kwargs: Any) -> None:
+        """Write configuration and weights into a folder, weights of installed packages left out."""
+        self._keys_to_ignore_on_save = self.packaged()
+        super().save_pretrained(*inputs, **kwargs)
+
     @classmethod
     def from_pretrained(  # type: ignore[override]
         cls, pretrained_model_name_or_path: str | PathLike[str], *inputs: Any, **kwargs: Any
@@ -305,7 +320,10 @@ class SepsModel(PreTrainedModel):
                 f"seps model ({str(error).strip().splitlines()[0].rstrip('.')})"
             ) from error
         model, found = read
-        refuse_misfits(name, found)
+        refuse_misfits(name, found | {"missing_keys": set(found["missing_keys"]) - model.packaged()})
+        for encoder in (model.image_encoder, model.text_encoder):
+            if encoder.refill is not None:
+                encoder.refill()
         for encoder in (model.image_encoder, model.text_encoder):
             encoder.tune(encoder.tuning)  # weights that are read come back as weights that learn
         return (model, found) if informs else model

@@ -8,7 +8,7 @@ kind's own constructor takes. A new kind is a line in IMAGE_KINDS or TEXT_KINDS.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from importlib import import_module
 from typing import Any, Protocol
@@ -26,10 +26,12 @@ __all__ = ["ImageEncoder", "NeckOptions", "TextEncoder", "build_image_encoder", 
 IMAGE_KINDS = {
     "light": ("seps.encoders.light", "LightVision"),
     "huggingface": ("seps.encoders.huggingface", "HuggingFaceVision"),
+    "mini": ("seps.encoders.mini", "MiniVision"),
 }
 TEXT_KINDS = {
     "light": ("seps.encoders.light", "LightText"),
     "huggingface": ("seps.encoders.huggingface", "HuggingFaceText"),
+    "mini": ("seps.encoders.mini", "MiniText"),
 }
 TUNINGS = ("full", "frozen")
 
@@ -91,6 +93,11 @@ class Encoder(nn.Module):
         super().train(mode)
         self.body.train(mode and self.tuning == "full")
         return self
+
+    @property
+    def refill(self) -> Callable[[], None] | None:
+        """Takes the backbone's weights from an installed package; None where a saved model holds them."""
+        return getattr(self.body, "refill", None) if self.tuning == "frozen" else None
 
     @property
     def spec(self) -> dict[str, Any]:

