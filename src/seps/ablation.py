@@ -1,0 +1,174 @@
+"""`seps ablate`: choices of the method trained at equal budget, and the table of what each of them does."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from seps.data.records import written_beside
+from seps.distributed import World, choose_device
+from seps.objective import Scored
+from seps.progress import progress_bar
+from seps.retrieval import RecipeOptions, TrainOptions, recipe_from, train
+from seps.training import require_same
+
+logger = logging.getLogger(__name__)
+
+# The baseline, the presets, and the seven choices in which the paper and its released code differ.
+STUDY: dict[str, dict[str, Any]] = {
+    "mean-pooled global cosine": {"preset": "laps", "scored": "global"},
+    "laps": {"preset": "laps"},
+    "released": {"preset": "released"},
+    "paper": {"preset": "paper"},
+    "described": {"preset": "described"},
+    "paper, scoring: sum of raw cosines": {"preset": "paper", "scoring": "sum"},
+    "paper, dense text: a branch of its own": {"preset": "paper", "dense": "branch"},
+    "paper, aggregation: shared": {"preset": "paper", "aggregation": "shared"},
+    "paper, alignment: leaky-relu, mean": {"preset": "paper", "affinity": "leaky_relu", "pooling": "mean"},
+    "paper, selection: gates": {"preset": "paper", "selection": "gates"},
+    "paper, no gradient to the patches": {"preset": "paper", "detach_selection": True},
+    "paper, ratio loss: summed": {"preset": "paper", "ratio_form": "summed"},
+}
+
+
+@dataclass(frozen=True)
+class AblateOptions:
+    """Train a grid of choices at equal budget and print the table: `seps ablate recipe.yaml --seeds [0,1,2]`.
+
+    Every cell is a run of its own that resumes if it was broken; a cell that is done is not done again.
+    """
+
+    out: str = "runs/ablation"
+    """Folder of table.md, table.json and one run a cell and seed."""
+    grid: dict[str, dict[str, Any]] = field(default_factory=lambda: dict(STUDY))
+    """Rows by name: a preset and the choices that replace its own; "scored: global" is the baseline."""
+    only: tuple[str, ...] = ()
+    """Names of the rows to do, all of them if none is given."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """A run for each; the table shows the mean and the spread."""
+    train: TrainOptions = field(default_factory=TrainOptions)
+    """What all cells share: data, encoders, optimiser, epochs or steps."""
+
+    def __post_init__(self) -> None:
+        if not self.grid or not self.seeds:
+            raise ValueError("grid, seeds: expected at least one of each, found none")
+        unknown = next((name for name in self.only if name not in self.grid), None)
+        if unknown is not None:
+            raise ValueError(f"only: expected rows of the grid ({', '.join(self.grid)}), found {unknown!r}")
+        for name, choices in self.grid.items():
+            cell_options(self, name, choices, self.seeds[0])
+
+
+def cell_options(options: AblateOptions, name: str, choices: Mapping[str, Any], seed: int) -> TrainOptions:
+    """The training of one cell: what all share, with the row's choices and a seed."""
+    chosen = dict(choices)
+    scored: Scored = chosen.pop("scored", "alignment")
+    try:
+        recipe = RecipeOptions(**chosen)
+    except TypeError:
+        known = ", ".join(("scored", *asdict(RecipeOptions())))
+        raise ValueError(f"grid.{name}: expected choices out of {known}, found {', '.join(chosen)}") from None
+    folder = Path(options.out) / "runs" / f"{_slug(name)}-seed{seed}"
+    base = options.train
+    return replace(
+        base,
+        recipe=recipe,
+        objective=replace(base.objective, scored=scored),
+        run=replace(base.run, folder=str(folder), seed=seed),
+    )
+
+
+def _slug(name: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
+def cells(options: AblateOptions) -> Iterator[tuple[str, int, TrainOptions]]:
+    """Row, seed and training of every cell, seed by seed, so that an unfinished table has every row."""
+    for seed in options.seeds:
+        for name, choices in options.grid.items():
+            if not options.only or name in options.only:
+                yield name, seed, cell_options(options, name, choices, seed)
+
+
+def run(options: AblateOptions) -> int:
+    """`seps ablate`."""
+    world = World(device=choose_device(options.train.device))
+    results: dict[str, dict[int, dict[str, float]]] = {}
+    every = list(cells(options))
+    with progress_bar("cells", len(every)) as advance:
+        for name, seed, training in every:
+            results.setdefault(name, {})[seed] = do_cell(training, world)
+            advance(note=name)
+            write_table(results, options)
+    logger.info("%s", (Path(options.out) / "table.md").read_text(encoding="utf-8"))
+    return 0
+
+
+def do_cell(training: TrainOptions, world: World) -> dict[str, float]:
+    """The dev figures of a cell's best epoch, from its file if it is done."""
+    done = Path(training.run.folder) / "result.json"
+    plain = json.loads(json.dumps(asdict(training)))
+    if done.is_file():
+        found = json.loads(done.read_text(encoding="utf-8"))
+        require_same(plain, found["options"], done.parent)
+        return dict(found["figures"])
+    outcome = train(training, world)
+    figures = dict(outcome.best) | {"steps": float(outcome.steps)}
+    with written_beside(done) as file:
+        json.dump({"options": plain, "figures": figures}, file, indent=1)
+    return figures
+
+
+COLUMNS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10", "rsum")
+
+
+def write_table(results: Mapping[str, Mapping[int, Mapping[str, float]]], options: AblateOptions) -> None:
+    """The table so far, as Markdown and as JSON."""
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with written_beside(out / "table.json") as file:
+        json.dump({name: dict(each) for name, each in results.items()}, file, indent=1)
+    with written_beside(out / "table.md") as file:
+        file.write(table(results, options))
+
+
+def table(results: Mapping[str, Mapping[int, Mapping[str, float]]], options: AblateOptions) -> str:
+    """Mean and spread over the seeds of every row, and what each gains over the first."""
+    shared = options.train
+    head = [
+        f"Dev split {shared.data.dev!r} of {shared.data.folder}, best epoch of equally many steps, "
+        f"{len(options.seeds)} seeds (mean ± standard deviation), loss {shared.objective.loss}.",
+        "",
+        "| | dense side | steps | i2t R@1 | R@5 | R@10 | t2i R@1 | R@5 | R@10 | rSum | to the first |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    first = _mean(next(iter(results.values())).values(), "rsum")
+    rows = []
+    for name, seeds in results.items():
+        figures = list(seeds.values())
+        cells_ = [_cell(figures, column) for column in COLUMNS]
+        steps = f"{_mean(figures, 'steps'):.0f}"
+        gain = f"{_mean(figures, 'rsum') - first:+.1f}"
+        rows.append(f"| {name} | {_side(options, name)} | {steps} | {' | '.join(cells_)} | {gain} |")
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def _side(options: AblateOptions, name: str) -> str:
+    training = cell_options(options, name, options.grid[name], options.seeds[0])
+    recipe = recipe_from(training.recipe)
+    return "none" if recipe.dense == "none" else recipe.dense_side
+
+
+def _mean(figures: Any, name: str) -> float:
+    return fmean(each[name] for each in figures)
+
+
+def _cell(figures: Sequence[Mapping[str, float]], name: str) -> str:
+    values = [each[name] for each in figures]
+    spread = f" ± {stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{fmean(values):.1f}{spread}"
