@@ -1,0 +1,120 @@
+"""What slimming three modalities costs beside their backbone: time and memory, against all tokens kept.
+
+Runs a backbone of the shape of ViT-B/16 with random weights at 256 x 128 and the slimmer behind it, forward
+and forward with backward; "all tokens kept" averages every patch instead:
+
+    python benchmarks/slimming_cost.py --batch 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from seps.encoders import build_image_encoder
+from seps.modalities import RGB_NIR_TIR, MultiModalSlimmer, reidentification
+from seps.tokens import Tokens
+
+VIT = {
+    "model_type": "vit",
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "image_size": 224,
+    "patch_size": 16,
+}
+
+
+def seconds(run: Callable[[], object], repeats: int) -> float:
+    """The median of some runs after one that does not count."""
+    run()
+    found = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - started)
+    return statistics.median(found)
+
+
+def saved_bytes(run: Callable[[], object]) -> int:
+    """What autograd keeps for the backward pass, every storage once."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    del result
+    return sum(kept.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--channels", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    spec = {"kind": "huggingface", "config": {**VIT, "num_hidden_layers": given.layers}, "size": [256, 128]}
+    encoder = build_image_encoder(spec, given.channels)
+    slimmer = MultiModalSlimmer(RGB_NIR_TIR, reidentification(), encoder.patches, given.channels)
+    pixels = torch.randn(3 * given.batch, 3, 256, 128)
+
+    def encode() -> tuple[dict[str, Tokens], dict[str, Tensor]]:
+        tokens = encoder(pixels)
+        parts = {
+            name: Tokens(tokens.features[place * given.batch : (place + 1) * given.batch])
+            for place, name in enumerate(RGB_NIR_TIR)
+        }
+        return parts, {name: part.mean() for name, part in parts.items()}
+
+    fixed = {name: Tokens(torch.randn(given.batch, encoder.patches, given.channels)) for name in RGB_NIR_TIR}
+    anchors = {name: part.mean() for name, part in fixed.items()}
+    learning = {name: Tokens(part.features.clone().requires_grad_()) for name, part in fixed.items()}
+
+    def keep_all(patches: dict[str, Tokens]) -> Tensor:
+        return torch.stack([part.mean() for part in patches.values()])
+
+    def slim(patches: dict[str, Tokens], guides: dict[str, Tensor]) -> Tensor:
+        return torch.stack([tokens.mean(1) for tokens in slimmer(patches, guides).values()])
+
+    with torch.no_grad():
+        forward = {
+            "backbone": seconds(encode, given.repeats),
+            "all tokens kept": seconds(lambda: keep_all(fixed), given.repeats),
+            "slimming": seconds(lambda: slim(fixed, anchors), given.repeats),
+        }
+    both = {
+        "backbone": seconds(lambda: keep_all(encode()[0]).sum().backward(), given.repeats),
+        "all tokens kept": seconds(lambda: keep_all(learning).sum().backward(), given.repeats),
+        "slimming": seconds(lambda: slim(learning, anchors).sum().backward(), given.repeats),
+    }
+    memory = {
+        "backbone": saved_bytes(lambda: keep_all(encode()[0])),
+        "all tokens kept": saved_bytes(lambda: keep_all(learning)),
+        "slimming": saved_bytes(lambda: slim(learning, anchors)),
+    }
+    tokens = slimmer(fixed, anchors)["rgb"].shape[1]
+    count = sum(each.numel() for each in slimmer.parameters())
+    print(f"{encoder.patches} patches -> {tokens} tokens a modality; the slimmer has {count:,} weights\n")
+    print("| part | forward | share | forward and backward | share | kept for backward | share |")
+    print("|---|---|---|---|---|---|---|")
+    for name, once in forward.items():
+        cells = [f"{once * 1e3:.1f} ms", f"{100 * once / forward['backbone']:.1f} %"]
+        cells += [f"{both[name] * 1e3:.1f} ms", f"{100 * both[name] / both['backbone']:.1f} %"]
+        cells += [f"{memory[name] / 2**20:.1f} MiB", f"{100 * memory[name] / memory['backbone']:.1f} %"]
+        print("| " + " | ".join([name, *cells]) + " |")
+
+
+if __name__ == "__main__":
+    main()
