@@ -23,6 +23,8 @@ settings.register_profile(
 )
 settings.load_profile("seps")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Small tensors gain nothing from a second thread, and lose much to waiting for it on a busy machine.
+torch.set_num_threads(1)
 
 Golden = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
