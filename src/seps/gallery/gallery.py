@@ -149,7 +149,9 @@ class Gallery:
         self.store.sweep()
         given = (p if isinstance(p, Picture) else Picture(absolute(p)) for p in pictures)
         indexer = Indexer(self.store, self.model, self.processor, pace, describe)
-        return indexer.run(given, said or said_beside, Added(skipped=broken or Problems()), advance)
+        return indexer.run(
+            given, said or said_beside, Added(skipped=Problems() if broken is None else broken), advance
+        )
 
     def remove(self, ids: Iterable[str] = (), where: str | None = None) -> int:
         """Remove pictures by id, or all that meet a condition; -> how many there were."""
