@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from seps.alignment import Aligner
+from seps.pairwise.engine import Precision, score_pairs
+from seps.pairwise.prepared import full_precision, prepare_admitted
+from seps.pairwise.texts import TextSide
 from seps.recipe import Recipe
 from seps.slimming import Branch, Slimmer, token_weights, unit
 from seps.tokens import Tokens
@@ -60,13 +62,44 @@ class SlimHead(nn.Module):
         texts: Tokens,
         dense: Tokens | None = None,
         guides: Mapping[str, Tensor] | None = None,
+        budget: int | None = None,
+        precision: Precision = "fp32",
     ) -> Tensor:
         """The score of every pair.
 
         dense: dense text of the images or of the texts, as the recipe's dense_side says; guides: further
-        vectors of the images (B,C) by name, such as sound or another modality -> (B,T)
+        vectors of the images (B,C) by name, such as sound or another modality; budget: bytes that
+        intermediate values may take, the device's default if None; precision of the large products -> (B,T)
         """
-        return self.inspect(images, texts, dense, guides).scores
+        return self._score(images, texts, dense, guides, budget, precision)[0]
+
+    def scores_and_shares(
+        self,
+        images: Tokens,
+        texts: Tokens,
+        dense: Tokens | None = None,
+        guides: Mapping[str, Tensor] | None = None,
+        budget: int | None = None,
+        precision: Precision = "fp32",
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The scores of a call and, for the ratio loss, the share of patches each branch kept."""
+        return self._score(images, texts, dense, guides, budget, precision)
+
+    def _score(
+        self,
+        images: Tokens,
+        texts: Tokens,
+        dense: Tokens | None,
+        guides: Mapping[str, Tensor] | None,
+        budget: int | None,
+        precision: Precision,
+    ) -> tuple[Tensor, list[Tensor]]:
+        with full_precision(images.features):
+            images, texts, dense, extra = self.admit(images, texts, dense, guides)
+            of_images, of_texts = (dense, None) if self.recipe.dense_side == "image" else (None, dense)
+            seed = self.draw_seed()
+            prepared = prepare_admitted(self, images, of_images, extra, seed)
+            return score_pairs(self, prepared, TextSide.of(texts, of_texts), budget, precision, seed)
 
     def inspect(
         self,
@@ -144,30 +177,56 @@ class SlimHead(nn.Module):
         guides: Mapping[str, Tensor] | None,
     ) -> tuple[Tokens, Tokens, Tokens | None, list[Tensor]]:
         """Check the inputs, bring them to the head's precision, and drop descriptions in training."""
-        side = self.recipe.dense_side
-        if dense is not None and self.recipe.dense == "none":
-            raise ValueError("dense: expected none, since the recipe has dense='none', found dense text")
-        if dense is not None and len(dense) != len(images if side == "image" else texts):
-            count = len(images if side == "image" else texts)
-            raise ValueError(f"dense: expected one for each of the {count} {side}s, found {len(dense)}")
+        of_images, of_texts = (dense, None) if self.recipe.dense_side == "image" else (None, dense)
+        images, of_images, extra = self.admit_images(images, of_images, guides)
+        texts, of_texts = self.admit_texts(texts, of_texts, images.features.dtype)
+        return images, texts, of_texts if of_images is None else of_images, extra
+
+    def admit_images(
+        self, images: Tokens, dense: Tokens | None, guides: Mapping[str, Tensor] | None
+    ) -> tuple[Tokens, Tokens | None, list[Tensor]]:
+        """The image side of `admit`."""
         dtype = torch.promote_types(images.features.dtype, torch.float32)
-        given = {"images": images, "texts": texts} | ({} if dense is None else {"dense": dense})
-        for name, tokens in given.items():
-            if tokens.channels != self.channels:
-                raise ValueError(f"{name}: expected {self.channels} channels, found {tokens.channels}")
-            if not torch.compiler.is_compiling():
-                tokens.require_finite(name)
-        for name in ("images", "texts"):
-            if not torch.compiler.is_compiling() and not bool(given[name].present.all()):
-                missing = int((~given[name].present).nonzero()[0])
+        images = self._admit_tokens("images", images, dtype)
+        if dense is not None:
+            self._expect_dense(dense, len(images), "image")
+            dense = self._admit_tokens("dense", dense, dtype)
+            if self.description is not None:
+                dense = self.description.drop(dense)
+        extra = [check_guide(name, guide, images).to(dtype) for name, guide in (guides or {}).items()]
+        return images, dense, extra
+
+    def admit_texts(
+        self, texts: Tokens, dense: Tokens | None, dtype: torch.dtype
+    ) -> tuple[Tokens, Tokens | None]:
+        """The text side of `admit`."""
+        texts = self._admit_tokens("texts", texts, dtype)
+        if dense is None:
+            return texts, None
+        self._expect_dense(dense, len(texts), "text")
+        return texts, self._admit_tokens("dense", dense, dtype)
+
+    def _expect_dense(self, dense: Tokens, count: int, side: str) -> None:
+        if self.recipe.dense == "none":
+            raise ValueError("dense: expected none, since the recipe has dense='none', found dense text")
+        if self.recipe.dense_side != side:
+            raise ValueError(
+                f"dense: expected with the {self.recipe.dense_side}s, as dense_side says, found with the {side}s"
+            )
+        if len(dense) != count:
+            raise ValueError(f"dense: expected one for each of the {count} {side}s, found {len(dense)}")
+
+    def _admit_tokens(self, name: str, tokens: Tokens, dtype: torch.dtype) -> Tokens:
+        if tokens.channels != self.channels:
+            raise ValueError(f"{name}: expected {self.channels} channels, found {tokens.channels}")
+        if not torch.compiler.is_compiling():
+            tokens.require_finite(name)
+            if name != "dense" and not bool(tokens.present.all()):
+                missing = int((~tokens.present).nonzero()[0])
                 raise ValueError(
                     f"{name}: expected at least one real token each, found none in item {missing}"
                 )
-        extra = [check_guide(name, guide, images).to(dtype) for name, guide in (guides or {}).items()]
-        if dense is not None and self.description is not None:
-            dense = self.description.drop(dense)
-        plain = None if dense is None else dense.to(dtype).cleaned()
-        return images.to(dtype).cleaned(), texts.to(dtype).cleaned(), plain, extra
+        return tokens.to(dtype).cleaned()
 
 
 class DescriptionMatch(nn.Module):
@@ -199,6 +258,11 @@ class DescriptionMatch(nn.Module):
             return dense
         return dense.without(torch.rand(len(dense), device=dense.features.device) < self.dropout)
 
+    def draw_seed(self) -> int:
+        """A fresh seed for the noise of one batch, zero where none is drawn."""
+        draws = self.slimmer is not None and self.slimmer.sampling
+        return int(torch.randint(0, 2**31 - 1, ())) if draws else 0
+
     def evidence(self, images: Tokens, dense: Tokens, seed: int = 0) -> Tokens:
         """The token set that stands for each description, unit length; needed once per image. -> (B,D,C)"""
         if self.slimmer is None:
@@ -216,8 +280,7 @@ class DescriptionMatch(nn.Module):
         stand_in = self.absent(patch_scores)
         if dense is None:
             return self.weight * stand_in
-        seed = int(torch.randint(0, 2**31 - 1, ())) if self.slimmer and self.slimmer.sampling else 0
-        evidence = self.evidence(images, dense, seed)
+        evidence = self.evidence(images, dense, self.draw_seed())
         mask = None if evidence.mask is None else evidence.mask.unsqueeze(1)
         met = self.aligner(
             texts.features.unsqueeze(0), evidence.features.unsqueeze(1), word_mask(texts), mask
@@ -250,10 +313,3 @@ def check_guide(name: str, guide: Tensor, images: Tokens) -> Tensor:
     if not torch.compiler.is_compiling() and not bool(torch.isfinite(guide).all()):
         raise ValueError(f"guides[{name!r}]: expected finite numbers, found NaN or infinity")
     return guide.unsqueeze(1)
-
-
-@contextmanager
-def full_precision(features: Tensor) -> Iterator[None]:
-    """Selection and scores are no place for half precision: autocast is off inside."""
-    with torch.autocast(features.device.type, enabled=False):
-        yield

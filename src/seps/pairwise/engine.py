@@ -1,0 +1,242 @@
+"""Scores of all pairs, block by block under a memory budget, without ever building a token.
+
+A slim token is ``x @ V`` with weights x over the patches, so its cosine with a word w is
+``x @ (V w) / sqrt(x G x)`` with the image's Gram matrix ``G = V Vᵀ``: of the texts only the product
+``V w`` is needed. In training every block is computed again in the backward pass, so that memory does not
+grow with the number of pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from seps.alignment import Aligner, activate
+from seps.pairwise.prepared import BranchSide, Pieces, Prepared, TokenSet, full_precision
+from seps.pairwise.texts import TextSide, Words
+from seps.slimming import (
+    Branch,
+    aggregation_weights,
+    guidance,
+    min_max,
+    residual_weights,
+    token_weights,
+    total,
+    unit,
+)
+from seps.tokens import Tokens
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores (B,T) of a block and how many patches of its pairs each branch kept."""
+
+    scores: Tensor
+    kept: list[Tensor]
+
+
+def saliency(head: Pieces, images: Prepared, side: BranchSide, guides: Sequence[Tensor]) -> Tensor:
+    """The score of every patch for every text (eq. 2, 3). guides (T,C), unit length -> (B,T,N)"""
+    signals = [guidance(images.values, guide.unsqueeze(0)) for guide in guides]
+    if head.recipe.scoring == "mix":
+        signals = [head.recipe.mixing * min_max(signal, images.mask) for signal in signals]
+    return total([side.saliency.unsqueeze(1), *signals])
+
+
+def text_guides(head: Pieces, branch: str, texts: TextSide) -> list[Tensor]:
+    """The texts' vectors that guide a branch. Each (T,C)"""
+    if texts.dense_guide is None:
+        return [texts.guide]
+    if head.recipe.dense == "branch":
+        return [texts.guide if branch == "sparse" else texts.dense_guide]
+    return [texts.guide, texts.dense_guide]
+
+
+def decide_pairs(
+    head: Pieces, images: Prepared, texts: TextSide, name: str, rows: Tensor, seed: int
+) -> Branch:
+    """What a branch decides for every pair of a block; rows (b,) are the images' places in the batch."""
+    side = images.branches[name]
+    score = saliency(head, images, side, text_guides(head, name, texts))
+    patches = Tokens(images.values, images.mask)
+    uniform = head.slimmer.uniform(name, rows, texts.index, score.shape[2], seed)
+    decision = head.slimmer.decision(patches, name, score, uniform)
+    return Branch(
+        score,
+        decision,
+        aggregation_weights(side.logits, decision),
+        residual_weights(score, decision, images.mask),
+        branch_presence(name, images, texts),
+    )
+
+
+def branch_presence(name: str, images: Prepared, texts: TextSide) -> Tensor | None:
+    """Where the dense branch takes part. (b,1) or (1,t) boolean, None where everywhere"""
+    if name == "sparse":
+        return None
+    if texts.described is not None:
+        return texts.described.unsqueeze(0)
+    return None if images.described is None else images.described.unsqueeze(1)
+
+
+def product(left: Tensor, right: Tensor, precision: Precision) -> Tensor:
+    """Matrix product in a precision; its result is in the precision of left."""
+    if precision == "fp32":
+        return left @ right
+    return (left.bfloat16() @ right.bfloat16()).to(left.dtype)
+
+
+def meet(images: Prepared, weights: Tensor, words: Words, aligner: Aligner, precision: Precision) -> Tensor:
+    """Eq. 5 between the tokens that weights (b,t,J,N) make of the patches, and the words. -> (b,t)"""
+    values = images.values
+    products = words.pad(product(values, words.features.T, precision)).permute(0, 2, 1, 3)
+    gram = product(values, values.transpose(1, 2), precision)
+    squared = ((weights.flatten(1, 2) @ gram).view_as(weights) * weights).sum(-1, keepdim=True)
+    real = squared > 1e-24
+    length = torch.where(real, squared, torch.ones_like(squared)).sqrt()
+    cosines = torch.where(real, (weights @ products) / length, torch.zeros_like(squared))
+    if images.cls is not None:
+        first = words.pad(unit(images.cls) @ words.features.T)
+        cosines = torch.cat([first.unsqueeze(2), cosines], dim=2)
+    affinity = activate(cosines.transpose(2, 3), aligner.recipe.affinity)
+    return aligner.score(affinity, words.mask.unsqueeze(0))
+
+
+def meet_set(tokens: TokenSet, words: Words, aligner: Aligner) -> Tensor:
+    """Eq. 5 between tokens that are the same for every text, and the words. -> (b,t)"""
+    cosines = words.pad(tokens.features @ words.features.T).permute(0, 2, 3, 1)
+    mask = None if tokens.mask is None else tokens.mask.unsqueeze(1)
+    return aligner.score(activate(cosines, aligner.recipe.affinity), words.mask.unsqueeze(0), mask)
+
+
+def score_block(
+    head: Pieces, images: Prepared, texts: TextSide, start: int, precision: Precision, seed: int
+) -> Scored:
+    """Scores of every pair of a block; start is the place of its first image in the batch."""
+    names = waiting_here(head, images, texts)
+    rows = torch.arange(start, start + len(images), device=images.values.device)
+    branches = {name: decide_pairs(head, images, texts, name, rows, seed) for name in names}
+    kept = [branch.decision.sum() for branch in branches.values()]
+    scores = images.values.new_zeros(len(images), len(texts))
+    for group in [[name] for name in names] if head.recipe.dense == "branch" else [list(names)]:
+        words = texts.words
+        if group == ["dense"] and texts.dense_words is not None:
+            words = texts.dense_words
+        weights = token_weights([branches[name] for name in group])
+        met = meet(images, weights, words, head.aligner, precision)
+        present = branches[group[0]].present
+        scores = scores + (met if present is None else met * present)
+    if images.settled is not None:
+        met = meet_set(images.settled, texts.words, head.aligner)
+        scores = scores + (met if images.described is None else met * images.described.unsqueeze(1))
+    return Scored(describe(head, scores, images, texts), kept)
+
+
+def describe(head: Pieces, patch_scores: Tensor, images: Prepared, texts: TextSide) -> Tensor:
+    """The patches' scores and, where the recipe has one, the description's term. -> (b,t)"""
+    if head.description is None:
+        return patch_scores
+    term = head.description.absent(patch_scores)
+    if images.evidence is not None:
+        met = meet_set(images.evidence, texts.words, head.description.aligner)
+        term = met if images.described is None else torch.where(images.described.unsqueeze(1), met, term)
+    return patch_scores + head.description.weight * term
+
+
+def waiting_here(head: Pieces, images: Prepared, texts: TextSide) -> tuple[str, ...]:
+    """The branches that take part in a block: the dense one of the texts' side needs their dense text."""
+    if head.recipe.dense_side == "text" and texts.dense_guide is None:
+        return ("sparse",)
+    return tuple(images.branches)
+
+
+def score(
+    head: Pieces,
+    prepared: Prepared,
+    texts: Tokens,
+    dense: Tokens | None = None,
+    budget: int | None = None,
+    precision: Precision = "fp32",
+) -> Tensor:
+    """The score of every pair of prepared images and texts.
+
+    dense: the texts' dense text where the recipe's hangs on the texts; budget: bytes that intermediate
+    values may take, the device's default if None; precision of the large products -> (B,T)
+    """
+    with full_precision(prepared.values):
+        texts, dense = head.admit_texts(texts, dense, prepared.values.dtype)
+        return score_pairs(head, prepared, TextSide.of(texts, dense), budget, precision)[0]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def score_pairs(
+    head: Pieces,
+    images: Prepared,
+    texts: TextSide,
+    budget: int | None = None,
+    precision: Precision = "fp32",
+    seed: int = 0,
+) -> tuple[Tensor, list[Tensor]]:
+    """Scores of all pairs and the share of patches each branch kept, block by block."""
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision: expected one of {', '.join(get_args(Precision))}, found {precision!r}")
+    height, width = block_size(head, images, texts, budget)
+    columns = texts.split(width)
+    scores: list[Tensor] = []
+    kept: list[list[Tensor]] = []
+    for number, block in enumerate(images.split(height)):
+        found = [score_again(head, block, column, number * height, precision, seed) for column in columns]
+        scores.append(torch.cat([each.scores for each in found], dim=1))
+        kept.append(
+            [torch.stack(counts).sum() for counts in zip(*(each.kept for each in found), strict=True)]
+        )
+    count = len(images) * len(texts) * images.values.shape[1]
+    shares = [torch.stack(counts).sum() / count for counts in zip(*kept, strict=True)]
+    if images.settled is not None and images.settled.kept is not None:
+        shares.append(images.settled.kept.mean())
+    return torch.cat(scores)[:, texts.index.argsort()], shares
+
+
+def score_again(
+    head: Pieces, images: Prepared, texts: TextSide, start: int, precision: Precision, seed: int
+) -> Scored:
+    """`score_block`; the backward pass computes the block again instead of remembering it."""
+    if not torch.is_grad_enabled():
+        return score_block(head, images, texts, start, precision, seed)
+
+    def compute() -> tuple[Tensor, list[Tensor]]:
+        found = score_block(head, images, texts, start, precision, seed)
+        return found.scores, found.kept
+
+    return Scored(*checkpoint(compute, use_reentrant=False, preserve_rng_state=False))
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes that the intermediate values of a block may take on a device, if nobody says."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(2**26, free // 4)
+    # What fits the processor's cache is worked on faster than what does not.
+    return 2**26
+
+
+def block_size(head: Pieces, images: Prepared, texts: TextSide, budget: int | None) -> tuple[int, int]:
+    """Images and texts of a block whose intermediate values fit the budget; one of each at the least."""
+    if budget is None:
+        budget = default_budget(images.values.device)
+    if budget < 1:
+        raise ValueError(f"budget: expected a positive number of bytes, found {budget}")
+    patches, tokens = images.values.shape[1], head.slimmer.tokens + 2
+    longest = max(*texts.words.lengths, *(texts.dense_words.lengths if texts.dense_words else ()), 1)
+    pair = len(images.branches) * (3 * tokens + 8) * patches + 3 * longest * (patches + 3 * tokens)
+    pair *= images.values.element_size() * (4 if torch.is_grad_enabled() else 1)
+    pairs = max(1, budget // pair)
+    width = min(len(texts), pairs, 64)
+    return max(1, min(len(images), pairs // width)), width
