@@ -26,7 +26,7 @@ from seps.data import Scenes, View, evaluate_image
 from seps.data.things import SHAPES
 from seps.encoders import build_image_encoder
 
-KEPT = 0.2
+KEPT = 0.1
 """The share of the patches that stay."""
 RATE = 8000
 SECONDS = 0.5

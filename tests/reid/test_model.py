@@ -92,9 +92,15 @@ def test_global_local_is_the_formula():
     torch.testing.assert_close(reduction(feature, Tokens(patches)), inner * torch.sigmoid(1.702 * inner))
 
 
-def test_without_global_local_the_global_feature_is_the_encoders_own():
-    encoded = make(global_local=False).encode(pictures())["rgb"]
+def test_without_cls_the_global_feature_is_a_learned_mean_of_the_patches():
+    model = make()
+    encoded = model.encode(pictures())["rgb"]
     torch.testing.assert_close(encoded.global_feature, encoded.patches.mean())
+    torch.nn.init.normal_(model.pools["rgb"].attention.weight)
+    moved = model.encode(pictures())["rgb"]
+    weights = (moved.patches.features @ model.pools["rgb"].attention.weight[0]).softmax(1)
+    expected = torch.einsum("bn,bnc->bc", weights, moved.patches.features)
+    torch.testing.assert_close(moved.global_feature, expected)
 
 
 def test_the_camera_embedding_moves_known_cameras_only():
@@ -111,7 +117,7 @@ def test_the_camera_embedding_moves_known_cameras_only():
 
 
 def test_every_weight_in_use_learns():
-    model = make(recipe=reidentification(selection="straight_through")).train()
+    model = make(recipe=reidentification(selection="straight_through"), global_local=True).train()
     description = model.describe(model.encode(pictures(4)))
     sum(model.logits(description, kind).square().sum() for kind in ("original", "slimmed")).backward()
     for name, parameter in model.named_parameters():
@@ -140,6 +146,17 @@ def test_a_vision_transformer_at_the_published_sizes(size):
     assert description.slim["tir"].tokens.shape == (2, 31, 24)
     assert description.slim["rgb"].kept.sum(1).tolist() == [77, 77]
     assert description.original.shape == (2, 72)
+
+
+def test_a_sharp_start_weighs_kept_patches_unalike():
+    def patches_a_token(sharpness):
+        model = make(sharpness=sharpness)
+        weights = model.describe(model.encode(pictures())).slim["nir"].branch.aggregation.detach()
+        return float((-(weights * weights.clamp(min=1e-12).log()).sum(-1)).exp().mean())
+
+    assert patches_a_token(8.0) < patches_a_token(1.0) <= 5
+    with pytest.raises(ValueError, match="sharpness: expected above 0"):
+        make(sharpness=0.0)
 
 
 def test_any_set_of_modalities():

@@ -47,7 +47,7 @@ class ReIdConfig:
     cameras: tuple[int, ...] = ()
     modalities: tuple[str, ...] = RGB_NIR_TIR
     recipe: Recipe = field(default_factory=reidentification)
-    global_local: bool = True
+    global_local: bool = False
     sharpness: float = 1.0
     features: Features = "both"
 
@@ -102,6 +102,23 @@ class Description:
     def presence(self) -> Tensor:
         """Which modalities each sighting has. -> (B,M) boolean"""
         return torch.stack([each.present for each in self.slim.values()], 1)
+
+
+class AttentionPool(nn.Module):
+    """The global feature of an encoder without CLS: a learned mean of its patches, at the start the plain one.
+
+    The plain mean of patches points to the background, and as an anchor it would keep just that.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.attention = nn.Linear(channels, 1, bias=False)
+        nn.init.zeros_(self.attention.weight)
+
+    def forward(self, patches: Tokens) -> Tensor:
+        """(B,N,C) -> (B,C)"""
+        weights = self.attention(patches.features).softmax(1)
+        return (weights * patches.features).sum(1)
 
 
 class GlobalLocal(nn.Module):
@@ -165,6 +182,10 @@ class ReIdModel(nn.Module):
         self.cameras = nn.Embedding(len(config.cameras), channels) if config.cameras else None
         if self.cameras is not None:
             nn.init.normal_(self.cameras.weight, std=0.02)
+        own_cls = self.encoder.body.has_cls
+        self.pools = nn.ModuleDict(
+            {} if own_cls else {name: AttentionPool(channels) for name in config.modalities}
+        )
         self.reductions = nn.ModuleDict(
             {name: GlobalLocal(channels) for name in config.modalities} if config.global_local else {}
         )
@@ -214,7 +235,7 @@ class ReIdModel(nn.Module):
                 patches = patches + shift.unsqueeze(1)
                 cls = None if cls is None else cls + shift
             own = Tokens(patches)
-            feature = own.mean() if cls is None else cls
+            feature = self.pools[name](own) if cls is None else cls
             if name in self.reductions:
                 feature = self.reductions[name](feature, own)
             result[name] = Encoded(own, feature)

@@ -64,7 +64,7 @@ class ModelOptions:
     """C, what the encoder's features are projected to."""
     camera_embedding: bool = False
     """Whether every camera of the training data adds a vector of its own."""
-    global_local: bool = True
+    global_local: bool = False
     """Whether the mean patch enters the global feature."""
     sharpness: float = 1.0
     """Where the learned scale of the aggregation starts."""
