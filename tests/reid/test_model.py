@@ -148,17 +148,6 @@ def test_a_vision_transformer_at_the_published_sizes(size):
     assert description.original.shape == (2, 72)
 
 
-def test_a_sharp_start_weighs_kept_patches_unalike():
-    def patches_a_token(sharpness):
-        model = make(sharpness=sharpness)
-        weights = model.describe(model.encode(pictures())).slim["nir"].branch.aggregation.detach()
-        return float((-(weights * weights.clamp(min=1e-12).log()).sum(-1)).exp().mean())
-
-    assert patches_a_token(8.0) < patches_a_token(1.0) <= 5
-    with pytest.raises(ValueError, match="sharpness: expected above 0"):
-        make(sharpness=0.0)
-
-
 def test_any_set_of_modalities():
     model = make(modalities=("day", "depth"))
     found = model({name: torch.randn(2, 3, 64, 32) for name in ("day", "depth")})

@@ -37,8 +37,7 @@ class ReIdConfig:
 
     identities: of the training data, one class each; cameras: the numbers of those that get an embedding of
     their own, none for no camera embedding; global_local: whether the mean patch enters a global feature;
-    sharpness: where the learned scale of the aggregation starts, since near 1 a network that learns from
-    scratch long weighs all kept patches alike; features: what describes a sighting when it is compared.
+    features: what describes a sighting when it is compared.
     """
 
     image_encoder: Mapping[str, Any] = field(default_factory=lambda: {"kind": "light", "size": [128, 64]})
@@ -48,14 +47,11 @@ class ReIdConfig:
     modalities: tuple[str, ...] = RGB_NIR_TIR
     recipe: Recipe = field(default_factory=reidentification)
     global_local: bool = False
-    sharpness: float = 1.0
     features: Features = "both"
 
     def __post_init__(self) -> None:
         if self.features not in KINDS:
             raise ValueError(f"features: expected {', '.join(KINDS)}, found {self.features!r}")
-        if not self.sharpness > 0:
-            raise ValueError(f"sharpness: expected above 0, found {self.sharpness}")
         if self.identities < 1 or self.channels < 5:
             raise ValueError(
                 "identities, channels: expected at least 1 and 5, "
@@ -105,7 +101,7 @@ class Description:
 
 
 class AttentionPool(nn.Module):
-    """The global feature of an encoder without CLS: a learned mean of its patches, at the start the plain one.
+    """The global feature of an encoder without CLS: a learned mean of its patches, plain at the start.
 
     The plain mean of patches points to the background, and as an anchor it would keep just that.
     """
@@ -190,8 +186,6 @@ class ReIdModel(nn.Module):
             {name: GlobalLocal(channels) for name in config.modalities} if config.global_local else {}
         )
         self.slimmer = MultiModalSlimmer(config.modalities, config.recipe, self.encoder.patches, channels)
-        for name in config.modalities:
-            nn.init.constant_(self.slimmer.slimmer(name).scale, config.sharpness)
         self.original_head = NeckedHead(count, channels, config.identities)
         self.slimmed_head = NeckedHead(count, channels, config.identities)
 

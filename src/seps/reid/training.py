@@ -66,8 +66,6 @@ class ModelOptions:
     """Whether every camera of the training data adds a vector of its own."""
     global_local: bool = False
     """Whether the mean patch enters the global feature."""
-    sharpness: float = 1.0
-    """Where the learned scale of the aggregation starts."""
     features: Features = "both"
     """What is trained and compared: the original feature, the slimmed one, or both."""
     keep_ratio: float = 0.6
@@ -258,7 +256,6 @@ def build_model(options: ModelOptions, dataset: Dataset) -> ReIdModel:
             modalities=dataset.modalities,
             recipe=options.recipe(),
             global_local=options.global_local,
-            sharpness=options.sharpness,
             features=options.features,
         )
     )
