@@ -28,12 +28,16 @@ from seps.reid.training import DataOptions, ModelOptions, TrainOptions, train
 from seps.training import FitSettings
 
 TRAINED = ("original", "both")
+DATA_SEED = 1
+"""Other people than those on whose held-out part the settings were chosen."""
 
 
 def options(folder: Path, features: str, seed: int, epochs: int) -> TrainOptions:
     return TrainOptions(
         run=FitSettings(folder=str(folder), epochs=epochs, seed=seed, evaluate_epochs=7),
-        data=DataOptions(people=8, each=4, padding=4, erase=0.3, modality_dropout=0.2),
+        data=DataOptions(
+            people=8, each=4, padding=4, erase=0.3, modality_dropout=0.3, rendered_seed=DATA_SEED
+        ),
         model=ModelOptions(
             image_encoder={"kind": "light", "width": 96, "layers": 2}, channels=96, features=features
         ),
