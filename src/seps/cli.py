@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import zip_longest
 from typing import Any, NamedTuple, NoReturn
 
 DEBUG = "SEPS_DEBUG"
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "cache": Command("seps.retrieval", "TrainOptions", "run_cache", "keep the features of frozen backbones"),
     "eval": Command("seps.report", "EvalOptions", "run", "measure a model, or saved score matrices, on data"),
     "ablate": Command("seps.ablation", "AblateOptions", "run", "train a grid of choices at equal budget"),
+    "baseline": Command("seps.baseline", "BaselineOptions", "run", "measure what needs no training by gradient"),
     "caption": Command("seps.captions", "CaptionOptions", "run", "describe images with a multimodal model"),
     "index": Command("seps.gallery.commands", "IndexOptions", "run_index", "index a folder of pictures"),
     "search": Command("seps.gallery.commands", "SearchOptions", "run_search", "find pictures by words"),
@@ -126,7 +128,10 @@ def parse(kind: type, words: Sequence[str], name: str = "", description: str = "
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(
-        prog=f"seps {name}", description=_describe(kind, description), exit_on_error=False
+        prog=f"seps {name}",
+        description=_describe(kind, description),
+        exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="A YAML file with any of these options.")
     parser.add_class_arguments(kind, as_positional=True, as_group=False)
@@ -144,7 +149,7 @@ def spell_out(kind: type, words: Sequence[str]) -> list[str]:
     """The words with -o as --output, and a bare --switch as --switch true."""
     switches = {f"--{field.name}" for field in fields(kind) if field.type in (bool, "bool")}
     spelled: list[str] = []
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
         spelled.append("--output" if word == "-o" else word)
         if word in switches and following.lower() not in ("true", "false"):
             spelled.append("true")

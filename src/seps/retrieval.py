@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from seps.data.records import Problems, Source
 from seps.data.text import MOST_WORDS, Encoded, WordNoise, augment_encoded
 from seps.distributed import World, joined, wait
 from seps.evaluation import evaluate
-from seps.features import Features, may_mirror
+from seps.features import Features, may_mirror, start_projections
 from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load
 from seps.objective import ObjectiveSettings, encode_in_parts, retrieval_loss
 from seps.optimisation import OptimSettings
@@ -36,7 +37,7 @@ FEATURE_NOISE = 8
 
 def _explained(kind: type) -> dict[str, str]:
     """What a dataclass's docstring says of its fields, in entries of the form "one, two: what they are"."""
-    body = re.sub(r"\s*\n\s{4,}", " ", kind.__doc__ or "")
+    body = re.sub(r"\s*\n\s{4,}", " ", inspect.cleandoc(kind.__doc__ or ""))
     entries = [line.strip().partition(":") for line in body.splitlines()]
     return {name.strip(): text.strip() for names, _, text in entries if text for name in names.split(",")}
 
@@ -134,6 +135,9 @@ class ModelOptions:
     """Hub name or folder of a tokenizer, where the text encoder brings none."""
     global_term: Literal["none", "loss", "score"] = "none"
     """One vector an image and a text: none, trained for coarse search, or also part of the score."""
+    projections: Literal["random", "cca"] = "random"
+    """Where the projections above frozen backbones start: at random, or at the linear maps under which the
+    mean-pooled features of pictures and captions correlate most (needs data.cache)."""
     gradient_checkpointing: bool = False
     """Compute the backbones' activations again in the backward pass instead of keeping them."""
 
@@ -207,6 +211,8 @@ class RetrievalTask:
         )
         self.describes = model.recipe.dense != "none" and count_described(train) > 0
         self.features = self._open_features()
+        if options.model.start is None and options.model.projections == "cca":
+            start_projections(model, train, self.features)
 
     def _open_features(self) -> Features | None:
         """Kept features, completed by the first process."""
