@@ -8,6 +8,7 @@ grow with the number of pairs.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -17,8 +18,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from seps.alignment import Aligner, activate
+from seps.pairwise.native import library
+from seps.pairwise.native.calls import LARGEST_PATCHES, LARGEST_TOP, Meeting, Reading, select_top
+from seps.pairwise.native.calls import meet as meet_compiled
 from seps.pairwise.prepared import BranchSide, Pieces, Prepared, TokenSet, full_precision
 from seps.pairwise.texts import TextSide, Words
+from seps.recipe import Recipe
 from seps.slimming import (
     Branch,
     aggregation_weights,
@@ -59,22 +64,44 @@ def text_guides(head: Pieces, branch: str, texts: TextSide) -> list[Tensor]:
     return [texts.guide, texts.dense_guide]
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a branch decided for the pairs of a block: decision and residual weights (b,t,N), and where the
+    branch takes part, (b,1), (1,t) or None where everywhere."""
+
+    decision: Tensor
+    residual: Tensor
+    present: Tensor | None
+
+
 def decide_pairs(
     head: Pieces, images: Prepared, texts: TextSide, name: str, rows: Tensor, seed: int
-) -> Branch:
+) -> Choice:
     """What a branch decides for every pair of a block; rows (b,) are the images' places in the batch."""
-    side = images.branches[name]
-    score = saliency(head, images, side, text_guides(head, name, texts))
-    patches = Tokens(images.values, images.mask)
-    uniform = head.slimmer.uniform(name, rows, texts.index, score.shape[2], seed)
-    decision = head.slimmer.decision(patches, name, score, uniform)
-    return Branch(
-        score,
-        decision,
-        aggregation_weights(side.logits, decision),
-        residual_weights(score, decision, images.mask),
-        branch_presence(name, images, texts),
-    )
+    score = saliency(head, images, images.branches[name], text_guides(head, name, texts))
+    patches, present = Tokens(images.values, images.mask), branch_presence(name, images, texts)
+    kernel = compiled(images.values, head.recipe)
+    hard = head.recipe.selection == "topk" or not head.slimmer.training
+    if kernel is not None and hard:
+        decision, residual = select_top(
+            kernel, score, head.slimmer.keep(patches), images.mask, not score.requires_grad
+        )
+        if residual is not None:
+            return Choice(decision, residual, present)
+    else:
+        uniform = head.slimmer.uniform(name, rows, texts.index, score.shape[2], seed)
+        decision = head.slimmer.decision(patches, name, score, uniform)
+    return Choice(decision, residual_weights(score, decision, images.mask), present)
+
+
+def compiled(values: Tensor, recipe: Recipe, precision: Precision = "fp32") -> ctypes.CDLL | None:
+    """The compiled kernel, if there is one and it can do what is asked."""
+    if values.device.type != "cpu" or values.dtype != torch.float32:
+        return None
+    if values.shape[1] > LARGEST_PATCHES or recipe.top_k > LARGEST_TOP:
+        return None
+    kernel = library()
+    return None if kernel is None or (precision == "bf16" and not kernel.has_half()) else kernel
 
 
 def branch_presence(name: str, images: Prepared, texts: TextSide) -> Tensor | None:
@@ -93,7 +120,75 @@ def product(left: Tensor, right: Tensor, precision: Precision) -> Tensor:
     return (left.bfloat16() @ right.bfloat16()).to(left.dtype)
 
 
-def meet(images: Prepared, weights: Tensor, words: Words, aligner: Aligner, precision: Precision) -> Tensor:
+def meet(
+    images: Prepared,
+    logits: Sequence[Tensor],
+    choices: Sequence[Choice],
+    words: Words,
+    aligner: Aligner,
+    precision: Precision,
+) -> Tensor:
+    """Eq. 4 and 5 between the tokens that some branches choose together, and the words. -> (b,t)"""
+    kernel = compiled(images.values, aligner.recipe, precision)
+    inputs = [images.values, words.features, *logits, *aligner.parameters()]
+    inputs += [each for choice in choices for each in (choice.decision, choice.residual)]
+    if kernel is None or (torch.is_grad_enabled() and any(each.requires_grad for each in inputs)):
+        branches = [
+            Branch(
+                choice.decision,
+                choice.decision,
+                aggregation_weights(each, choice.decision),
+                choice.residual,
+                choice.present,
+            )
+            for each, choice in zip(logits, choices, strict=True)
+        ]
+        return meet_plainly(images, token_weights(branches), words, aligner, precision)
+    gram = product(images.values, images.values.transpose(1, 2), precision)
+    shares = [shares_of(choice) for choice in choices]
+    count = total(shares).clamp(min=1).unsqueeze(2)
+    residuals = [
+        choice.residual if choice.present is None else choice.residual * share.unsqueeze(2)
+        for choice, share in zip(choices, shares, strict=True)
+    ]
+    meeting = Meeting(
+        images.values,
+        gram,
+        None if images.cls is None else unit(images.cls),
+        words.features,
+        words.lengths,
+        logits,
+        [choice.decision for choice in choices],
+        shares,
+        residuals[0] if len(residuals) == 1 else total(residuals) / count,
+    )
+    return meet_compiled(kernel, meeting, read_by(aligner), precision == "bf16")
+
+
+def shares_of(choice: Choice) -> Tensor:
+    """How much a branch takes part in every pair. -> (b,t)"""
+    pairs = choice.decision.shape[:2]
+    if choice.present is None:
+        return choice.decision.new_ones(pairs)
+    return choice.present.to(choice.decision.dtype).expand(pairs)
+
+
+def read_by(aligner: Aligner) -> Reading:
+    """How an aligner reads cosines, for the compiled kernel."""
+    recipe = aligner.recipe
+    layers = [] if aligner.relevance is None else [aligner.relevance[0], aligner.relevance[2]]
+    return Reading(
+        recipe.affinity == "leaky_relu",
+        recipe.pooling != "top",
+        recipe.directions != "patch_to_word",
+        recipe.directions != "word_to_patch",
+        tuple(tensor.detach() for layer in layers for tensor in (layer.weight, layer.bias)),
+    )
+
+
+def meet_plainly(
+    images: Prepared, weights: Tensor, words: Words, aligner: Aligner, precision: Precision
+) -> Tensor:
     """Eq. 5 between the tokens that weights (b,t,J,N) make of the patches, and the words. -> (b,t)"""
     values = images.values
     products = words.pad(product(values, words.features.T, precision)).permute(0, 2, 1, 3)
@@ -122,16 +217,16 @@ def score_block(
     """Scores of every pair of a block; start is the place of its first image in the batch."""
     names = waiting_here(head, images, texts)
     rows = torch.arange(start, start + len(images), device=images.values.device)
-    branches = {name: decide_pairs(head, images, texts, name, rows, seed) for name in names}
-    kept = [branch.decision.sum() for branch in branches.values()]
+    choices = {name: decide_pairs(head, images, texts, name, rows, seed) for name in names}
+    kept = [choice.decision.sum() for choice in choices.values()]
     scores = images.values.new_zeros(len(images), len(texts))
     for group in [[name] for name in names] if head.recipe.dense == "branch" else [list(names)]:
         words = texts.words
         if group == ["dense"] and texts.dense_words is not None:
             words = texts.dense_words
-        weights = token_weights([branches[name] for name in group])
-        met = meet(images, weights, words, head.aligner, precision)
-        present = branches[group[0]].present
+        logits = [images.branches[name].logits for name in group]
+        met = meet(images, logits, [choices[name] for name in group], words, head.aligner, precision)
+        present = choices[group[0]].present
         scores = scores + (met if present is None else met * present)
     if images.settled is not None:
         met = meet_set(images.settled, texts.words, head.aligner)

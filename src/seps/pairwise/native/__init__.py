@@ -1,0 +1,75 @@
+"""Compiled scores: the hot loop of the engine in C++, built once per machine where a compiler is found.
+
+`SEPS_NATIVE` in the environment chooses: "auto" (the default) compiles if it can, "off" never does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("kernel.cpp")
+_COMPILERS = ("g++", "clang++")
+_OPTIONS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-ffast-math",
+    "-fno-finite-math-only",
+)
+logger = logging.getLogger(__name__)
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernel, None where it is switched off or cannot be built."""
+    choice = os.environ.get("SEPS_NATIVE", "auto")
+    if choice not in ("auto", "off"):
+        raise ValueError(f"SEPS_NATIVE: expected auto or off, found {choice!r}")
+    return None if choice == "off" else _load()
+
+
+@lru_cache(maxsize=1)
+def _load() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(_build()))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("no compiled kernel, the plain path computes the same: %s", error)
+        return None
+
+
+def _build() -> Path:
+    """The library's file, compiled unless this source was compiled on such a processor before."""
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise OSError(f"expected a compiler ({' or '.join(_COMPILERS)}), found none")
+    seen = hashlib.sha256(" ".join((compiler, *_OPTIONS)).encode() + _SOURCE.read_bytes() + _processor())
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seps"
+    target = home / f"kernel-{seen.hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home) as folder:
+        made = Path(folder) / target.name
+        command = [compiler, *_OPTIONS, str(_SOURCE), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        os.replace(made, target)
+    return target
+
+
+def _processor() -> bytes:
+    """What the machine's processor can do, as far as the system says."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return b""
+    return "".join(line for line in text.splitlines() if line.startswith(("flags", "Features"))).encode()
