@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, cast
 
 from seps.data.records import written_beside
 from seps.distributed import World, choose_device
@@ -46,7 +46,8 @@ class AblateOptions:
     out: str = "runs/ablation"
     """Folder of table.md, table.json and one run a cell and seed."""
     grid: dict[str, dict[str, Any]] = field(default_factory=lambda: dict(STUDY))
-    """Rows by name: a preset and the choices that replace its own; "scored: global" is the baseline."""
+    """Rows by name: a preset and the choices that replace its own; "scored: global" is the baseline; a name
+    with a dot, such as "objective.loss", replaces what all cells share."""
     only: tuple[str, ...] = ()
     """Names of the rows to do, all of them if none is given."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -66,7 +67,8 @@ class AblateOptions:
 
 def cell_options(options: AblateOptions, name: str, choices: Mapping[str, Any], seed: int) -> TrainOptions:
     """The training of one cell: what all share, with the row's choices and a seed."""
-    chosen = dict(choices)
+    shared = replace_sections(options.train, name, {key: choices[key] for key in choices if "." in key})
+    chosen = {key: value for key, value in choices.items() if "." not in key}
     scored: Scored = chosen.pop("scored", "alignment")
     try:
         recipe = RecipeOptions(**chosen)
@@ -74,13 +76,26 @@ def cell_options(options: AblateOptions, name: str, choices: Mapping[str, Any], 
         known = ", ".join(("scored", *asdict(RecipeOptions())))
         raise ValueError(f"grid.{name}: expected choices out of {known}, found {', '.join(chosen)}") from None
     folder = Path(options.out) / "runs" / f"{_slug(name)}-seed{seed}"
-    base = options.train
     return replace(
-        base,
+        shared,
         recipe=recipe,
-        objective=replace(base.objective, scored=scored),
-        run=replace(base.run, folder=str(folder), seed=seed),
+        objective=replace(shared.objective, scored=scored),
+        run=replace(shared.run, folder=str(folder), seed=seed),
     )
+
+
+def replace_sections(shared: TrainOptions, name: str, choices: Mapping[str, Any]) -> TrainOptions:
+    """The shared options with the dotted ones of a row in their place."""
+    for key, value in choices.items():
+        section, _, option = key.partition(".")
+        inner = getattr(shared, section, None)
+        if section == "run" or option not in getattr(inner, "__dataclass_fields__", ()):
+            raise ValueError(
+                f"grid.{name}: expected an option of data, model, objective or optim, found {key!r}"
+            )
+        changes: dict[str, Any] = {section: replace(cast(Any, inner), **{option: value})}
+        shared = replace(shared, **changes)
+    return shared
 
 
 def _slug(name: str) -> str:

@@ -20,8 +20,10 @@ import torch
 from PIL import ImageOps
 from torch import Tensor, nn
 
+from seps.cca import correlate, start_projection
 from seps.data.images import evaluate_image, names_side
 from seps.data.records import Record, Source
+from seps.data.text import MOST_WORDS
 from seps.encoders import ImageEncoder, TextEncoder
 from seps.model import SepsModel, SepsProcessor
 from seps.progress import progress_bar
@@ -204,6 +206,15 @@ class Features:
         empty = torch.zeros(0, store.channels)
         return Tokens.ragged([empty if text is None else store[text_key(text, limit)] for text in texts])
 
+    def pooled(self, source: Source, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean patches, mean words, and the row of each text's image, of a source. -> (B,P), (T,Q), (T,)"""
+        records = [source[index] for index in range(len(source))]
+        captions = [caption for record in records for caption in record.captions]
+        images = [self.image_tokens(part).mean() for part in batches(records, 64)]
+        texts = [self.text_tokens(part, limit).mean() for part in batches(captions, 256)]
+        owners = [row for row, record in enumerate(records) for _ in record.captions]
+        return torch.cat(images), torch.cat(texts), torch.tensor(owners)
+
     def fill_images(self, source: Source, mirrored: bool = False, batch_size: int = 64) -> int:
         """Compute what is missing of a source's pictures; mirrored ones too if wanted. -> how many were"""
         if self.images is None:
@@ -270,6 +281,21 @@ class Features:
         if description_length is not None:
             described = (record.dense for record in records if record.dense is not None)
             self.fill_texts(described, description_length)
+
+
+def start_projections(model: SepsModel, train: Source, features: Features | None) -> None:
+    """Start both necks' projections at the linear maps under which pooled pictures and captions correlate."""
+    if features is None or features.images is None or features.texts is None:
+        raise ValueError(
+            "model.projections: expected data.cache and two frozen backbones for 'cca', which reads their "
+            "kept features"
+        )
+    pooled = features.pooled(train, MOST_WORDS)
+    images, texts = model.image_encoder.neck.projection, model.text_encoder.neck.projection
+    count = min(images.out_features, images.in_features, texts.in_features)
+    found = correlate(*pooled, count)
+    start_projection(images, found.images)
+    start_projection(texts, found.texts)
 
 
 def frozen(encoder: ImageEncoder | TextEncoder) -> bool:
