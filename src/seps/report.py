@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seps.data.records import Record, Source, written_beside
+from seps.data.records import Problems, Record, Source, written_beside
 from seps.distributed import choose_device
 from seps.evaluation import (
     chance_rsum,
@@ -164,7 +164,8 @@ def _measure(options: EvalOptions, source: Source) -> tuple[Scores, dict[str, An
     if options.dense_side is not None:
         model = on_side(model, options.dense_side)
     torch.nn.Module.to(model, choose_device(options.device))
-    corpus = encode(model, processor, source, None, options.batch_size, options.workers)
+    problems = Problems(options.read.broken)
+    corpus = encode(model, processor, source, None, options.batch_size, options.workers, problems=problems)
     values = score_all(model, corpus) if options.scored == "alignment" else score_globally(model, corpus)
     unused = corpus.dense is None or options.scored == "global"
     side = "none" if unused else model.recipe.dense_side
