@@ -218,7 +218,7 @@ class _Run:
             return
         state = read_snapshot(path, self.world.device)
         require_same(self.identity, state["identity"], self.folder)
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(self.model.state_dict() | state["model"])
         self.optimiser.load_state_dict(state["optimiser"])
         if self.average is not None:
             self.average.weights, self.average.updates = state["average"], state["updates"]
@@ -232,13 +232,18 @@ class _Run:
             return
         state = {
             "identity": self.identity,
-            "model": self.model.state_dict(),
+            "model": self.moving(),
             "optimiser": self.optimiser.state_dict(),
             "average": self.average.weights if self.average else None,
             "updates": self.average.updates if self.average else 0,
             "counters": asdict(self.at),
         }
         write_snapshot(state, self.folder / SNAPSHOT)
+
+    def moving(self) -> dict[str, Tensor]:
+        """The model's weights and buffers but for frozen weights, which are what they were at the start."""
+        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in frozen}
 
     def train(self) -> None:
         """All epochs that are left."""
