@@ -5,20 +5,29 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from PIL import Image
 
 from seps.data.images import MOST_PIXELS, open_image
 from seps.data.records import Problems
+from seps.gallery.cluster import index_on_cluster
 from seps.gallery.descriptions import Said, beside, read_descriptions
 from seps.gallery.gallery import Gallery, load_gallery
-from seps.gallery.indexing import Added, Pace
+from seps.gallery.indexing import Added, Describe, Pace, blocks
 from seps.gallery.packing import Precision
 from seps.gallery.pictures import Picture, absolute, require_pictures
 from seps.gallery.searching import Hit, TextHit
 from seps.gallery.store import Store
 from seps.progress import progress_bar
+
+if TYPE_CHECKING:
+    from seps.captions import Describer
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +56,14 @@ class IndexOptions:
     """How many pictures are decoded side by side."""
     most_pixels: int = MOST_PIXELS
     """Larger pictures are skipped."""
+    captioner: str = ""
+    """A model that describes the pictures nobody described; with --caption_server, the name it goes by."""
+    caption_server: str = ""
+    """A server that describes them, one that speaks the OpenAI chat API."""
+    ray: str = ""
+    """The address of a Ray cluster to index on; "local" starts one on this machine."""
+    workers: int = 2
+    """Actors on the cluster."""
 
 
 def run_index(options: IndexOptions) -> int:
@@ -63,12 +80,56 @@ def run_index(options: IndexOptions) -> int:
         path = picture.source
         return Said() if isinstance(path, bytes) else listed.get(path, Said()) | beside(path)
 
-    with progress_bar("index", len(paths)) as advance:
-        report = gallery.add((Picture(path) for path in paths), pace, said, broken=skipped, advance=advance)
+    with progress_bar("index", len(paths)) as advance, describing(options) as describe:
+        if options.ray:
+            report = index_on_cluster(
+                options.ray,
+                gallery.location,
+                options.model or gallery.store.about.model_source,
+                paths,
+                lambda path: listed.get(path, Said()),
+                pace,
+                options.workers,
+                advance,
+            )
+        else:
+            given = (Picture(path) for path in paths)
+            report = gallery.add(given, pace, said, describe, skipped, advance)
     if options.prune and root.is_dir():
         report.removed = gallery.prune(root)
     conclude(gallery, report)
     return 1 if len(skipped) and not (report.added or report.replaced or report.unchanged) else 0
+
+
+@contextmanager
+def describing(options: IndexOptions) -> Iterator[Describe | None]:
+    """What writes the missing descriptions, None where no model and no server is named."""
+    if not options.captioner and not options.caption_server:
+        yield None
+        return
+    if options.ray:
+        raise ValueError("captioner: expected none with --ray; write a JSONL with `seps caption` first")
+    from seps.captions import CaptionOptions, choose
+
+    asked = CaptionOptions("", "", model=options.captioner or None, server=options.caption_server or None)
+    with closing(choose(asked)) as describer:
+        yield lambda pictures: describe_blocks(describer, pictures)
+
+
+def describe_blocks(describer: Describer, pictures: Sequence[Image.Image]) -> list[str]:
+    """A description of each picture, asked for side by side; empty where the model gave none."""
+    from seps.chat import Unanswered
+
+    def ask(part: list[Image.Image]) -> list[str]:
+        try:
+            return describer(part)
+        except Unanswered as error:
+            logger.warning("%d pictures stay without a description: %s", len(part), error)
+            return [""] * len(part)
+
+    with ThreadPoolExecutor(describer.workers) as pool:
+        parts = pool.map(ask, blocks(pictures, describer.batch_size))
+        return [text for part in parts for text in part]
 
 
 def conclude(gallery: Gallery, report: Added) -> None:

@@ -225,13 +225,14 @@ class Indexer:
             open_image(source_of(ready[place].picture), name=ready[place].picture.label) for place in silent
         ]
         for place, text in zip(silent, self.describe(pictures), strict=True):
-            ready[place] = replace(ready[place], said=Said(text) | ready[place].said)
+            ready[place] = replace(ready[place], said=Said(text or None) | ready[place].said)
         return ready
 
     def _skip(
         self, report: Added, advance: Callable[[int], None], picture: Picture, error: Exception
     ) -> None:
-        report.skipped.meet(picture.label, str(error).removeprefix(f"{picture.label}: "))
+        what = str(error).removeprefix(f"{picture.label}: ").replace(f" '{picture.label}'", "")
+        report.skipped.meet(picture.label, what)
         advance(1)
 
 

@@ -45,12 +45,16 @@ class Picture:
     @property
     def label(self) -> str:
         """What a message calls it."""
-        return str(self.source) if isinstance(self.source, Path) else self.name or "picture"
+        if isinstance(self.source, bytes):
+            return self.name or "picture"
+        return os.fsencode(self.source).decode("utf-8", "replace")
 
     def digest(self) -> str:
         """The hash of the content."""
         if isinstance(self.source, bytes):
             return hashlib.blake2b(self.source, digest_size=16).hexdigest()
+        if self.label != str(self.source):
+            raise ValueError(f"{self.label}: expected a name in UTF-8")
         with self.source.open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
