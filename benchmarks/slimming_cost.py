@@ -41,13 +41,14 @@ def seconds(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(found)
 
 
-def saved_bytes(run: Callable[[], object]) -> int:
-    """What autograd keeps for the backward pass, every storage once."""
+def saved_bytes(run: Callable[[], object], weights: set[int]) -> int:
+    """What autograd keeps for the backward pass beside the weights, every storage once."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -99,10 +100,12 @@ def main() -> None:
         "all tokens kept": seconds(lambda: keep_all(learning).sum().backward(), given.repeats),
         "slimming": seconds(lambda: slim(learning, anchors).sum().backward(), given.repeats),
     }
+    modules = (encoder, slimmer)
+    weights = {each.untyped_storage().data_ptr() for module in modules for each in module.parameters()}
     memory = {
-        "backbone": saved_bytes(lambda: keep_all(encode()[0])),
-        "all tokens kept": saved_bytes(lambda: keep_all(learning)),
-        "slimming": saved_bytes(lambda: slim(learning, anchors)),
+        "backbone": saved_bytes(lambda: keep_all(encode()[0]), weights),
+        "all tokens kept": saved_bytes(lambda: keep_all(learning), weights),
+        "slimming": saved_bytes(lambda: slim(learning, anchors), weights),
     }
     tokens = slimmer(fixed, anchors)["rgb"].shape[1]
     count = sum(each.numel() for each in slimmer.parameters())
