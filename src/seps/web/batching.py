@@ -63,8 +63,7 @@ class Batcher(Generic[Q, A]):
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        while not self._queue.empty():
-            settle(self._queue.get_nowait(), busy("it is shutting down"))
+        refuse_all([self._queue.get_nowait() for _ in range(self._queue.qsize())])
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def ask(self, question: Q) -> A:
@@ -94,8 +93,7 @@ class Batcher(Generic[Q, A]):
             try:
                 answers = await asyncio.shield(future)
             except asyncio.CancelledError:
-                for asked in batch:
-                    settle(asked, busy("it is shutting down"))
+                refuse_all(batch)
                 raise
             for asked, answer in zip(batch, answers, strict=True):
                 settle(asked, answer)
@@ -103,15 +101,18 @@ class Batcher(Generic[Q, A]):
     async def _collect(self) -> list[Asked[Q, A]]:
         batch = [await self._queue.get()]
         deadline = asyncio.get_running_loop().time() + self._seconds
-        while len(batch) < self._most:
-            if not self._queue.empty():
-                batch.append(self._queue.get_nowait())
-                continue
-            try:
-                async with asyncio.timeout_at(deadline):
-                    batch.append(await self._queue.get())
-            except TimeoutError:
-                break
+        try:
+            while len(batch) < self._most:
+                if self._queue.empty():
+                    async with asyncio.timeout_at(deadline):
+                        batch.append(await self._queue.get())
+                else:
+                    batch.append(self._queue.get_nowait())
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            refuse_all(batch)
+            raise
         return batch
 
     def _answer_each(self, questions: list[Q]) -> list[A | Exception]:
@@ -136,3 +137,9 @@ def settle(asked: Asked[Q, A], answer: A | Exception) -> None:
         asked.answer.set_exception(answer)
     else:
         asked.answer.set_result(answer)
+
+
+def refuse_all(batch: Sequence[Asked[Q, A]]) -> None:
+    """Tell those who wait that nobody will answer."""
+    for asked in batch:
+        settle(asked, busy("it is shutting down"))

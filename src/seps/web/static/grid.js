@@ -49,8 +49,11 @@ function card(picture, share, open, signal) {
   image.alt = "";
   image.className = "missing";
   const caption = document.createElement("span");
-  caption.className = "name";
-  caption.textContent = name;
+  caption.className = "caption";
+  const label = document.createElement("span");
+  label.className = "name";
+  label.textContent = name;
+  caption.append(label);
   button.append(image);
   if (picture.score !== undefined) {
     const mark = document.createElement("span");
@@ -61,7 +64,8 @@ function card(picture, share, open, signal) {
     bar.className = "bar";
     filled.style.transform = `scaleX(${share})`;
     bar.append(filled);
-    button.append(bar, mark);
+    caption.append(mark);
+    button.append(bar);
     button.setAttribute("aria-label", `${name}, score ${picture.score.toFixed(3)}`);
   } else {
     button.setAttribute("aria-label", name);
