@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from seps.head import full_precision
+from seps.pairwise.prepared import full_precision
 from seps.recipe import Recipe, paper
 from seps.slimming import Branch, Slimmer, token_weights
 from seps.tokens import Tokens
