@@ -94,7 +94,8 @@ def imported_modules(path: Path, package: Path) -> set[str]:
             continue
         for name in dotted:
             first, _, rest = name.partition(".")
-            if first == package.name:
+            # The version is the package's own; everything else of its front stands on the modules.
+            if first == package.name and rest != "__version__":
                 names.add(rest.split(".")[0] or "__init__")
     return names
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
-import seps
+from seps import __version__
 from seps.data.text import MOST_WORDS
 from seps.gallery import Gallery
 from seps.web.guard import Guard, answer
@@ -256,7 +256,7 @@ def make_app(
     app = FastAPI(
         title="seps",
         summary="Finds pictures by what is in them, and shows why.",
-        version=seps.__version__,
+        version=__version__,
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
