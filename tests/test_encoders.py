@@ -274,7 +274,7 @@ def test_every_weight_of_every_backbone_learns(image_spec):
         ({"kind": "light", "tuning": "half"}, "tuning: expected one of full, frozen, found 'half'"),
         (
             {"kind": "light", "neck": {"depth": 1}},
-            "neck: expected the keys layers, heads, dropout, found 'dep",
+            "neck: expected the keys layers, heads, dropout, channel_dropout, found 'dep",
         ),
         ({"kind": "huggingface"}, "image_encoder: expected a 'name' .* or a 'config', found neither"),
         ({"kind": "huggingface", "config": {"model_type": "bert"}}, "known family .*found 'bert'"),

@@ -88,11 +88,15 @@ def something(mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NeckOptions:
-    """The trained part above a backbone: context layers after the projection, and dropout."""
+    """The trained part above a backbone: context layers after the projection, and dropout.
+
+    channel_dropout: share of the backbone's channels that training hides from all tokens of an item at once.
+    """
 
     layers: int = 0
     heads: int = 4
     dropout: float = 0.0
+    channel_dropout: float = 0.0
 
 
 class Neck(nn.Module):
@@ -101,6 +105,9 @@ class Neck(nn.Module):
     def __init__(self, width: int, channels: int, options: NeckOptions) -> None:
         super().__init__()
         self.width = width
+        if not 0 <= options.channel_dropout < 1:
+            raise ValueError(f"channel_dropout: expected 0 to below 1, found {options.channel_dropout}")
+        self.channel_dropout = options.channel_dropout
         self.projection = nn.Linear(width, channels)
         self.dropout = nn.Dropout(options.dropout)
         self.context = Stack(channels, options.layers, options.heads, options.dropout)
@@ -117,7 +124,18 @@ class Neck(nn.Module):
         if raw.cls is not None:
             features = torch.cat([raw.cls.unsqueeze(1), features], 1)
             mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
+        if self.training and self.channel_dropout:
+            features = self.hide(features, mask)
         features = self.context(self.dropout(self.projection(features)), mask)
         if raw.cls is None:
             return Tokens(features, raw.mask)
         return Tokens(features[:, 1:], raw.mask, features[:, 0])
+
+    def hide(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Features without some channels, the same for all tokens of an item. (B,N,Cin) -> (B,N,Cin)
+
+        Hidden is the distance from the mean token: zero says much of a feature that is never negative.
+        """
+        stays = torch.rand(len(features), 1, self.width, device=features.device) >= self.channel_dropout
+        mean = (features.flatten(0, 1) if mask is None else features[mask]).detach().mean(0)
+        return mean + (features - mean) * stays.to(features.dtype) / (1 - self.channel_dropout)
