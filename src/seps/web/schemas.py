@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import date, datetime
+from datetime import date
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -54,7 +54,7 @@ class Shown(BaseModel):
     name: str
     width: int
     height: int
-    taken: datetime
+    taken: str = Field(description="Date and time on the camera's clock, which knows no time zone.")
     tags: list[str]
     description: str | None
 
@@ -66,7 +66,7 @@ class Shown(BaseModel):
             "name": entry.name,
             "width": entry.width,
             "height": entry.height,
-            "taken": entry.taken,
+            "taken": entry.taken.isoformat(),
             "tags": list(entry.tags),
             "description": entry.description,
         }
