@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -122,6 +122,7 @@ def product(left: Tensor, right: Tensor, precision: Precision) -> Tensor:
 
 def meet(
     images: Prepared,
+    gram: Tensor,
     logits: Sequence[Tensor],
     choices: Sequence[Choice],
     words: Words,
@@ -130,9 +131,7 @@ def meet(
 ) -> Tensor:
     """Eq. 4 and 5 between the tokens that some branches choose together, and the words. -> (b,t)"""
     kernel = compiled(images.values, aligner.recipe, precision)
-    inputs = [images.values, words.features, *logits, *aligner.parameters()]
-    inputs += [each for choice in choices for each in (choice.decision, choice.residual)]
-    if kernel is None or (torch.is_grad_enabled() and any(each.requires_grad for each in inputs)):
+    if kernel is None:
         branches = [
             Branch(
                 choice.decision,
@@ -143,8 +142,7 @@ def meet(
             )
             for each, choice in zip(logits, choices, strict=True)
         ]
-        return meet_plainly(images, token_weights(branches), words, aligner, precision)
-    gram = product(images.values, images.values.transpose(1, 2), precision)
+        return meet_plainly(images, gram, token_weights(branches), words, aligner, precision)
     shares = [shares_of(choice) for choice in choices]
     count = total(shares).clamp(min=1).unsqueeze(2)
     residuals = [
@@ -176,23 +174,21 @@ def shares_of(choice: Choice) -> Tensor:
 def read_by(aligner: Aligner) -> Reading:
     """How an aligner reads cosines, for the compiled kernel."""
     recipe = aligner.recipe
-    layers = [] if aligner.relevance is None else [aligner.relevance[0], aligner.relevance[2]]
+    layers: list[Any] = [] if aligner.relevance is None else [aligner.relevance[0], aligner.relevance[2]]
     return Reading(
         recipe.affinity == "leaky_relu",
         recipe.pooling != "top",
         recipe.directions != "patch_to_word",
         recipe.directions != "word_to_patch",
-        tuple(tensor.detach() for layer in layers for tensor in (layer.weight, layer.bias)),
+        tuple(tensor for layer in layers for tensor in (layer.weight, layer.bias)),
     )
 
 
 def meet_plainly(
-    images: Prepared, weights: Tensor, words: Words, aligner: Aligner, precision: Precision
+    images: Prepared, gram: Tensor, weights: Tensor, words: Words, aligner: Aligner, precision: Precision
 ) -> Tensor:
     """Eq. 5 between the tokens that weights (b,t,J,N) make of the patches, and the words. -> (b,t)"""
-    values = images.values
-    products = words.pad(product(values, words.features.T, precision)).permute(0, 2, 1, 3)
-    gram = product(values, values.transpose(1, 2), precision)
+    products = words.pad(product(images.values, words.features.T, precision)).permute(0, 2, 1, 3)
     squared = ((weights.flatten(1, 2) @ gram).view_as(weights) * weights).sum(-1, keepdim=True)
     real = squared > 1e-24
     length = torch.where(real, squared, torch.ones_like(squared)).sqrt()
@@ -212,9 +208,15 @@ def meet_set(tokens: TokenSet, words: Words, aligner: Aligner) -> Tensor:
 
 
 def score_block(
-    head: Pieces, images: Prepared, texts: TextSide, start: int, precision: Precision, seed: int
+    head: Pieces,
+    images: Prepared,
+    gram: Tensor,
+    texts: TextSide,
+    start: int,
+    precision: Precision,
+    seed: int,
 ) -> Scored:
-    """Scores of every pair of a block; start is the place of its first image in the batch."""
+    """Scores of every pair of a block; gram (b,N,N), start the place of its first image in the batch."""
     names = waiting_here(head, images, texts)
     rows = torch.arange(start, start + len(images), device=images.values.device)
     choices = {name: decide_pairs(head, images, texts, name, rows, seed) for name in names}
@@ -225,7 +227,7 @@ def score_block(
         if group == ["dense"] and texts.dense_words is not None:
             words = texts.dense_words
         logits = [images.branches[name].logits for name in group]
-        met = meet(images, logits, [choices[name] for name in group], words, head.aligner, precision)
+        met = meet(images, gram, logits, [choices[name] for name in group], words, head.aligner, precision)
         present = choices[group[0]].present
         scores = scores + (met if present is None else met * present)
     if images.settled is not None:
@@ -282,12 +284,15 @@ def score_pairs(
     """Scores of all pairs and the share of patches each branch kept, block by block."""
     if precision not in get_args(Precision):
         raise ValueError(f"precision: expected one of {', '.join(get_args(Precision))}, found {precision!r}")
-    height, width = block_size(head, images, texts, budget)
+    height, width = block_size(head, images, texts, budget, precision)
     columns = texts.split(width)
     scores: list[Tensor] = []
     kept: list[list[Tensor]] = []
     for number, block in enumerate(images.split(height)):
-        found = [score_again(head, block, column, number * height, precision, seed) for column in columns]
+        gram = product(block.values, block.values.transpose(1, 2), precision)
+        found = [
+            score_again(head, block, gram, column, number * height, precision, seed) for column in columns
+        ]
         scores.append(torch.cat([each.scores for each in found], dim=1))
         kept.append(
             [torch.stack(counts).sum() for counts in zip(*(each.kept for each in found), strict=True)]
@@ -300,14 +305,20 @@ def score_pairs(
 
 
 def score_again(
-    head: Pieces, images: Prepared, texts: TextSide, start: int, precision: Precision, seed: int
+    head: Pieces,
+    images: Prepared,
+    gram: Tensor,
+    texts: TextSide,
+    start: int,
+    precision: Precision,
+    seed: int,
 ) -> Scored:
     """`score_block`; the backward pass computes the block again instead of remembering it."""
     if not torch.is_grad_enabled():
-        return score_block(head, images, texts, start, precision, seed)
+        return score_block(head, images, gram, texts, start, precision, seed)
 
     def compute() -> tuple[Tensor, list[Tensor]]:
-        found = score_block(head, images, texts, start, precision, seed)
+        found = score_block(head, images, gram, texts, start, precision, seed)
         return found.scores, found.kept
 
     return Scored(*checkpoint(compute, use_reentrant=False, preserve_rng_state=False))
@@ -322,16 +333,21 @@ def default_budget(device: torch.device) -> int:
     return 2**26
 
 
-def block_size(head: Pieces, images: Prepared, texts: TextSide, budget: int | None) -> tuple[int, int]:
+def block_size(
+    head: Pieces, images: Prepared, texts: TextSide, budget: int | None, precision: Precision
+) -> tuple[int, int]:
     """Images and texts of a block whose intermediate values fit the budget; one of each at the least."""
     if budget is None:
         budget = default_budget(images.values.device)
     if budget < 1:
         raise ValueError(f"budget: expected a positive number of bytes, found {budget}")
     patches, tokens = images.values.shape[1], head.slimmer.tokens + 2
-    longest = max(*texts.words.lengths, *(texts.dense_words.lengths if texts.dense_words else ()), 1)
-    pair = len(images.branches) * (3 * tokens + 8) * patches + 3 * longest * (patches + 3 * tokens)
+    pair = 8 * len(images.branches) * patches
+    if compiled(images.values, head.recipe, precision) is None:
+        longest = max(*texts.words.lengths, *(texts.dense_words.lengths if texts.dense_words else ()), 1)
+        pair += 3 * tokens * patches * len(images.branches) + 3 * longest * (patches + 3 * tokens)
     pair *= images.values.element_size() * (4 if torch.is_grad_enabled() else 1)
     pairs = max(1, budget // pair)
-    width = min(len(texts), pairs, 64)
+    # Both sides of a block amortise the other's reading; images are the heavier ones.
+    width = min(len(texts), pairs, max(64, pairs // 16))
     return max(1, min(len(images), pairs // width)), width

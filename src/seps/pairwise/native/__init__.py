@@ -62,7 +62,7 @@ def _build() -> Path:
         made = Path(folder) / target.name
         command = [compiler, *_OPTIONS, str(_SOURCE), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
-        os.replace(made, target)
+        made.replace(target)
     return target
 
 

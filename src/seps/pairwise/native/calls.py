@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from seps.slimming import _GRADIENT_BOUND
 
 _COUNTS = (
     "images", "texts", "patches", "channels", "tokens", "branches", "has_cls", "threads",
@@ -73,21 +77,119 @@ def widen(tensor: Tensor, multiple: int = 32) -> Tensor:
     return functional.pad(tensor, (0, -tensor.shape[-1] % multiple)).contiguous()
 
 
-def meet(library: ctypes.CDLL, meeting: Meeting, reading: Reading, half: bool) -> Tensor:
-    """Eq. 5 of every pair. -> (B,T)"""
-    with torch.no_grad():
-        given = arrays(meeting, reading, half)
+@dataclass(frozen=True)
+class Plan:
+    """What of a call is no tensor, and how its tensors lie in a row."""
+
+    lengths: tuple[int, ...]
+    branches: int
+    reading: Reading
+    half: bool
+
+    @property
+    def place_of_decisions(self) -> int:
+        """Where the decisions begin: after the meeting's five tensors, the network's four, the logits."""
+        return 9 + self.branches
+
+    def assemble(self, tensors: Sequence[Any]) -> tuple[Meeting, Reading]:
+        """The meeting and its reading from tensors in a row."""
+        values, gram, cls, words, residual, *rest = tensors
+        relevance = tuple(each for each in rest[:4] if each is not None)
+        logits, decisions, shares = (
+            rest[4 + place * self.branches : 4 + (place + 1) * self.branches] for place in range(3)
+        )
+        meeting = Meeting(values, gram, cls, words, self.lengths, logits, decisions, shares, residual)
+        return meeting, replace(self.reading, relevance=relevance)
+
+
+class Meet(torch.autograd.Function):
+    """Eq. 4 and 5 of every pair, which remembers nothing but its inputs. -> (B,T)"""
+
+    @staticmethod
+    def forward(ctx: Any, library: ctypes.CDLL, plan: Plan, *tensors: Tensor | None) -> Tensor:
+        """The scores."""
+        ctx.library, ctx.plan = library, plan
+        ctx.save_for_backward(*tensors)
+        meeting, reading = plan.assemble(tensors)
         scores = torch.empty(len(meeting.values), len(meeting.lengths))
-        run(library.meet, meeting, reading, {**given, "scores": scores})
-    return scores
+        run(library.meet, meeting, reading, {**arrays(meeting, reading, plan.half), "scores": scores})
+        return scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        """The gradients of the plan's tensors; every pair is computed again."""
+        meeting, reading = ctx.plan.assemble(ctx.saved_tensors)
+        given = arrays(meeting, reading, ctx.plan.half)
+        branches = ctx.plan.branches
+        every_patch = any(ctx.needs_input_grad[2 + ctx.plan.place_of_decisions + b] for b in range(branches))
+        found = gradients(given, meeting, reading)
+        run(
+            ctx.library.meet_backward,
+            meeting,
+            reading,
+            {**given, **found, "upstream": upstream.contiguous()},
+            every_patch,
+        )
+        channels, patches = meeting.values.shape[2], meeting.values.shape[1]
+        relevance: list[Tensor | None] = [None] * 4
+        if reading.relevance:
+            sizes = [each.numel() for each in reading.relevance]
+            parts = found["d_relevance"].split(sizes)
+            relevance = [part.view_as(each) for part, each in zip(parts, reading.relevance, strict=True)]
+        return (
+            None,
+            None,
+            found["d_values"][..., :channels],
+            found["d_gram"][..., :patches],
+            None if meeting.cls is None else found["d_cls"][..., :channels],
+            found["d_words"][..., :channels],
+            found["d_residual"],
+            *relevance,
+            *(each[..., :patches] for each in found["d_logits"]),
+            *(found["d_decisions"] if every_patch else [None] * branches),
+            *[None] * branches,
+        )
 
 
-def arrays(meeting: Meeting, reading: Reading, half: bool) -> dict[str, Tensor | list[Tensor] | None]:
+def meet(library: ctypes.CDLL, meeting: Meeting, reading: Reading, half: bool) -> Tensor:
+    """Eq. 4 and 5 of every pair, with gradients to all but the shares. -> (B,T)"""
+    return Meet.apply(
+        library,
+        Plan(meeting.lengths, len(meeting.logits), replace(reading, relevance=()), half),
+        meeting.values,
+        meeting.gram,
+        meeting.cls,
+        meeting.words,
+        meeting.residual,
+        *(reading.relevance or [None] * 4),
+        *meeting.logits,
+        *meeting.decisions,
+        *meeting.shares,
+    )
+
+
+def gradients(given: Mapping[str, Any], meeting: Meeting, reading: Reading) -> dict[str, Any]:
+    """Room for the gradients of everything the kernel was given."""
+    count = sum(each.numel() for each in reading.relevance)
+    return {
+        "d_values": torch.zeros_like(given["values"]),
+        "d_gram": torch.zeros_like(given["gram"]),
+        "d_cls": None if given["cls"] is None else torch.zeros_like(given["cls"]),
+        "d_words": torch.zeros_like(given["words"]),
+        "d_logits": [torch.zeros_like(each) for each in given["logits"]],
+        "d_decisions": [torch.zeros_like(each) for each in meeting.decisions],
+        "d_residual": torch.zeros_like(meeting.residual),
+        "d_relevance": torch.zeros(count) if count else None,
+    }
+
+
+def arrays(meeting: Meeting, reading: Reading, half: bool) -> dict[str, Any]:
     """The tensors as the kernel wants them: contiguous, with rows of whole vectors."""
     values, words = widen(meeting.values), widen(meeting.words)
     lifted = [(logits - logits.amax(-1, keepdim=True)).exp() for logits in meeting.logits]
     offsets = torch.tensor([0, *meeting.lengths]).cumsum(0)
-    relevance = [tensor.contiguous() for tensor in reading.relevance] or [None] * 4
+    relevance: Sequence[Tensor | None] = [each.contiguous() for each in reading.relevance] or [None] * 4
     return {
         "values": values,
         "gram": widen(meeting.gram, 16),
@@ -105,7 +207,13 @@ def arrays(meeting: Meeting, reading: Reading, half: bool) -> dict[str, Tensor |
     }
 
 
-def run(function, meeting: Meeting, reading: Reading, given, every_patch: bool = False) -> None:
+def run(
+    function: Callable[..., Any],
+    meeting: Meeting,
+    reading: Reading,
+    given: Mapping[str, Any],
+    every_patch: bool = False,
+) -> None:
     """Call a function of the kernel on named arrays."""
     problem = _Problem(
         images=len(meeting.values),
@@ -122,6 +230,7 @@ def run(function, meeting: Meeting, reading: Reading, given, every_patch: bool =
         top=reading.relevance[0].shape[1] if reading.relevance else 0,
         words_side=reading.words_side,
         tokens_side=reading.tokens_side,
+        bound=int(_GRADIENT_BOUND),
     )
     for name, value in given.items():
         if isinstance(value, list):

@@ -464,7 +464,9 @@ static void unweigh(const Problem& p, int image, int text, Workspace& w, const f
       for (int r = 0; r < w.count; r++)
         if (decision[w.index[r]] > 0) top = std::max(top, p.logits[b][row + w.index[r]]);
       const bool low = w.lowered[b * tokens + j];
-      const float cap = low ? (float)p.bound : (float)p.bound * std::exp(top - w.peak(p, b, row));
+      // Only where a dropped patch receives a gradient does its own size matter.
+      const float bound = p.every_patch ? (float)p.bound : INFINITY;
+      const float cap = low || !p.every_patch ? bound : bound * std::exp(top - Workspace::peak(p, b, row));
       for (int r = 0; r < w.count; r++) {
         const int n = w.index[r];
         const float e = low ? std::exp(std::min(p.logits[b][row + n] - top, 80.f)) : lifted[n];
@@ -617,9 +619,10 @@ extern "C" void select_top(const float* saliency, const int64_t* keep, const uin
       float most = -INFINITY;
       // Floats as unsigned numbers of the same order; zero stands for what is no patch.
       for (int n = 0; n < patches; n++) {
-        float x = s[n] + 0.f;
+        const float x = s[n];
         uint32_t u;
         std::memcpy(&u, &x, 4);
+        if (u == 0x80000000u) u = 0;  // the two zeros are equal
         u = u & 0x80000000u ? ~u : u | 0x80000000u;
         order[n] = mask && !mask[n] ? 0 : u;
         most = std::max(most, x);
