@@ -8,6 +8,7 @@ from PIL import Image
 
 from seps.gallery import Gallery
 from seps.model import SepsConfig, SepsModel, SepsProcessor, create
+from seps.recipe import Recipe
 
 WORDS = [
     *("a", "the", "two", "red", "green", "blue", "yellow", "small", "large", "bright", "dark"),
@@ -21,7 +22,7 @@ def sentence(seed: int, length: int = 7) -> str:
 
 
 def make_model(
-    recipe: str = "described", seed: int = 0, **changes: object
+    recipe: Recipe | str = "described", seed: int = 0, **changes: object
 ) -> tuple[SepsModel, SepsProcessor]:
     import torch
 

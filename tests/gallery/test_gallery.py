@@ -14,8 +14,11 @@ from PIL import Image
 
 from seps.data.records import Problems
 from seps.gallery import Gallery, MissingPictureError, Pace, Picture, Said
+from seps.gallery.rows import essence, identify
 from seps.gallery.searching import fuse
 from seps.gallery.store import Store
+from seps.model import load
+from seps.recipe import described
 
 COUNT = 60
 QUERIES = ["a red dog", "small boat near the sea", sentence(7), "unknownword", "🐕 כלב אדום"]
@@ -248,6 +251,24 @@ def test_another_model_is_refused(small):
     assert [hit.id for hit in again.search("dog")] == [hit.id for hit in small.search("dog")]
     with pytest.raises(ValueError, match="expected both or neither"):
         Gallery.open(small.location, other[0])
+
+
+def test_the_identity_is_that_of_what_makes_the_rows(tmp_path):
+    from dataclasses import replace
+
+    model, processor = make_model()
+    known = identify(model, processor)
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    assert identify(*load(tmp_path)) == known
+    assert identify(*make_model(seed=1)) != known
+    # Options of training and of scoring make no other rows.
+    assert identify(*make_model(recipe=described(mixing=0.1, description_dropout=0.0))) == known
+    assert identify(*make_model(recipe=described(description_length=99))) != known
+    processor.view = replace(processor.view, mean=(0.4, 0.5, 0.5))
+    assert identify(model, processor) != known
+    spec = {"kind": "light", "heads": 4, "neck": {"layers": 0, "heads": 2, "dropout": 0.1}, "tuning": "full"}
+    assert essence(spec) == {"kind": "light", "heads": 4, "neck": {"heads": 2}}
 
 
 def test_without_a_model_a_gallery_can_be_read_but_not_searched(small):

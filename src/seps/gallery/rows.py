@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,19 +22,30 @@ from seps.gallery.store import row_schema
 from seps.model import SepsModel, SepsProcessor
 from seps.tokens import Tokens
 
-# Entries of a configuration that may change while the scores stay the same.
-_PASSING = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
-
 
 def identify(model: SepsModel, processor: SepsProcessor) -> str:
-    """The identity of a model: a hash of its weights, its configuration and how it sees a picture."""
-    digest = hashlib.blake2b(digest_size=16)
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _PASSING}
-    digest.update(json.dumps([config, str(processor.view)], sort_keys=True, default=str).encode())
+    """The identity of what makes the rows: weights, encoders, view, and how much of a description is read.
+
+    What only training or scoring reads stays out of it, and so does what is zero, off or empty: an entry
+    that a later version adds in that state changes nothing.
+    """
+    view = processor.view
+    seen = [view.height, view.width, view.mean, view.std, view.fit, view.crop_share]
+    encoders = [essence(model.image_encoder.spec), essence(model.text_encoder.spec)]
+    made = [seen, encoders, model.config.channels, model.recipe.description_length]
+    digest = hashlib.blake2b(json.dumps(made, sort_keys=True, default=str).encode(), digest_size=16)
     for name, weights in sorted(model.state_dict().items()):
         digest.update(f"{name} {weights.dtype} {tuple(weights.shape)}".encode())
         digest.update(weights.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def essence(value: Any) -> Any:
+    """A specification without what only training reads and without what is zero, off or empty."""
+    if not isinstance(value, Mapping):
+        return value
+    inner = {key: essence(each) for key, each in value.items() if "dropout" not in key and key != "tuning"}
+    return {key: each for key, each in inner.items() if each}
 
 
 def device_of(model: SepsModel) -> torch.device:
