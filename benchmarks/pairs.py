@@ -109,9 +109,9 @@ def step(case: str, method: Callable[[], Tensor], leaves: list[Tensor]) -> None:
     method().square().sum().backward()
 
 
-def best_time(work: Callable[[], None], repeats: int) -> float:
-    """The least of some durations, after one round to warm up."""
-    work()
+def best_time(work: Callable[[], None], repeats: int, warm: Callable[[], None] | None = None) -> float:
+    """The least of some durations, after one round to warm up, of other work if that is long."""
+    (warm or work)()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -168,10 +168,11 @@ def speed(case: str, repeats: int, quick: bool) -> list[dict]:
     images, texts = (64, 64) if train else (64, 512)
     if quick:
         images, texts = 16, 32
-    few = texts if train else 16
+    few = texts if case == "train" else 16
     inputs = make(case, images, texts)
     short = (inputs[0], inputs[1], inputs[2][:few], inputs[3])
-    slow = images * few / best_time(methods(case, short)[0], 1 if train else repeats)
+    warm = methods(case, (*short[:2], short[2][:4], short[3]))[0]
+    slow = images * few / best_time(methods(case, short)[0], 1 if train else repeats, warm)
     rows = []
     for precision in ("fp32", "bf16"):
         work = methods(case, inputs, precision)[1]

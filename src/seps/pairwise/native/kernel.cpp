@@ -200,6 +200,29 @@ static void weigh(const Problem& p, int image, int text, Workspace& w) {
   }
 }
 
+// The residual token: the sum of the patches by their residual weights, some channels at a time in registers.
+static void blend(const float* values, const float* residual, int patches, int channels, Workspace& w) {
+  constexpr int BLOCKS = 8;
+  int count = 0;
+  float factors[4096];
+  for (int n = 0; n < patches; n++)
+    if (residual[n] != 0) factors[count] = residual[n], w.rows[count++] = values + (long)n * channels;
+  for (int c = 0; c < channels; c += BLOCKS * WIDTH) {
+    Vector total[BLOCKS] = {};
+    const int blocks = std::min(BLOCKS, (channels - c) / WIDTH);
+    if (blocks == BLOCKS) {
+      for (int r = 0; r < count; r++) {
+#pragma GCC unroll 8
+        for (int k = 0; k < BLOCKS; k++) total[k] += factors[r] * load(w.rows[r] + c + k * WIDTH);
+      }
+    } else {
+      for (int r = 0; r < count; r++)
+        for (int k = 0; k < blocks; k++) total[k] += factors[r] * load(w.rows[r] + c + k * WIDTH);
+    }
+    for (int k = 0; k < blocks; k++) store(&w.token[c + k * WIDTH], total[k]);
+  }
+}
+
 // The products of every slim token with every word, and the tokens' squared lengths.
 // cosines[m * stride + t] with t: CLS if there is one, the aggregated tokens, the residual.
 static void multiply(const Problem& p, int image, int text, Workspace& w, bool backward) {
@@ -207,11 +230,7 @@ static void multiply(const Problem& p, int image, int text, Workspace& w, bool b
   const long pair = (long)image * p.texts + text, first = p.offsets[text];
   const int words = p.offsets[text + 1] - first;
   const float* values = p.values + (long)image * patches * channels;
-  std::fill(w.token.begin(), w.token.end(), 0.f);
-  const float* residual = p.residual + pair * patches;
-  for (int n = 0; n < patches; n++)
-    if (residual[n] != 0)
-      for (int c = 0; c < channels; c += WIDTH) store(&w.token[c], load(&w.token[c]) + residual[n] * load(values + (long)n * channels + c));
+  blend(values, p.residual + pair * patches, patches, channels, w);
   const int stride = padded(w.count) + WIDTH, lines = padded(tokens + 2) + WIDTH;
   int count = 0;
 #ifdef __AVX512BF16__
