@@ -87,7 +87,10 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        raise OSError(f"cannot listen on {host}:{port} ({str(error.strerror or error).lower()})") from None
+        # The longer text repeats the address.
+        known = error.errno is not None and error.errno > 0
+        reason = os.strerror(error.errno) if known and error.errno else str(error.strerror or error)
+        raise OSError(f"cannot listen on {host}:{port} ({reason.lower()})") from None
 
 
 def is_loopback(host: str) -> bool:
