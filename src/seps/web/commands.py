@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,7 +66,9 @@ def run_serve(options: ServeOptions) -> int:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info("%d pictures at http://%s:%d/ (Ctrl-C ends)", len(gallery), shown, port)
-        uvicorn.Server(config).run(sockets=[listener])
+        # Ctrl-C is how one ends it: the server has closed in order when this arrives.
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])
     return 0
 
 
