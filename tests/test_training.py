@@ -210,7 +210,7 @@ def test_a_run_of_other_settings_is_refused_by_name(tmp_path):
 
 
 def test_a_loss_that_is_no_number_names_step_and_batch(tmp_path):
-    with pytest.raises(FloatingPointError, match=r"loss is inf at step 4 .*rows of batch 3"):
+    with pytest.raises(FloatingPointError, match=r"loss is inf .* at step 4 .*rows of batch 3"):
         fit(Regression(broken_at=3), settings(tmp_path))
     assert read_snapshot(tmp_path / SNAPSHOT)["counters"]["step"] == 3
 
@@ -219,9 +219,21 @@ def test_a_gradient_that_is_no_number_is_caught_before_it_reaches_the_weights(tm
     task = Regression()
     task.model.top.weight.register_hook(lambda gradient: gradient * math.nan)
     before = {name: value.clone() for name, value in task.model.named_parameters()}
-    with pytest.raises(FloatingPointError, match="gradient is nan at step 1"):
+    with pytest.raises(FloatingPointError, match="gradient is nan .* at step 1 "):
         fit(task, settings(tmp_path))
     assert all(torch.equal(before[name], value) for name, value in task.model.named_parameters())
+
+
+def test_what_a_task_refuses_is_said_with_its_step_and_batch(tmp_path):
+    task = Regression()
+    task.names = lambda _: "a picture"
+
+    def refuse(*_):
+        raise ValueError("expected finite features")
+
+    task.loss = refuse
+    with pytest.raises(ValueError, match=r"finite features; at step 1 \(epoch 0, batch 0\) with a picture"):
+        fit(task, settings(tmp_path))
 
 
 def test_an_epoch_without_batches_is_refused(tmp_path):

@@ -285,7 +285,7 @@ class _Run:
         set_learning_rate(self.optimiser, factor)
         half = torch.autocast(self.world.device.type, torch.bfloat16)
         with half if self.settings.precision == "bf16" else nullcontext():
-            losses = self.task.loss(batch, at.epoch)
+            losses = self.losses_of(batch)
         parts = {name: float(value.detach()) for name, value in losses.items()}
         self.require_number(parts["total"], "loss", batch, parts)
         self.optimiser.zero_grad(set_to_none=True)
@@ -298,15 +298,24 @@ class _Run:
             self.average.update(self.model)
         return parts | {"gradient": length, "lr": self.optim.lr * factor}
 
+    def losses_of(self, batch: Any) -> Mapping[str, Tensor]:
+        """The task's losses; what it refuses is said with its place in the run."""
+        try:
+            return self.task.loss(batch, self.at.epoch)
+        except ValueError as error:
+            raise ValueError(f"{error}; at {self.place(batch)}") from error
+
+    def place(self, batch: Any) -> str:
+        """Which step this is, and what is in its batch."""
+        at = self.at
+        return f"step {at.step + 1} (epoch {at.epoch}, batch {at.batch}) with {self.task.names(batch)}"
+
     def require_number(self, value: float, what: str, batch: Any, parts: Mapping[str, float]) -> None:
         """Stop at the first number that is none, and say where it came from."""
         if math.isfinite(value):
             return
         figures = ", ".join(f"{name} {part:.4g}" for name, part in parts.items())
-        raise FloatingPointError(
-            f"the {what} is {value} at step {self.at.step + 1} (epoch {self.at.epoch}, batch {self.at.batch};"
-            f" {figures}); the batch: {self.task.names(batch)}"
-        )
+        raise FloatingPointError(f"the {what} is {value} ({figures}) at {self.place(batch)}")
 
     def due(self) -> bool:
         """Whether it is time for a snapshot."""
