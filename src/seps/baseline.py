@@ -22,7 +22,7 @@ from seps.metrics import measure_retrieval
 from seps.model import SepsConfig, create
 from seps.recipe import Recipe
 from seps.slimming import unit
-from seps.sources import ReadOptions, count_described, open_source
+from seps.sources import ReadOptions, count_described, open_joined, open_source
 from seps.tokens import Tokens
 
 logger = logging.getLogger(__name__)
@@ -65,10 +65,10 @@ class BaselineOptions:
 def run(options: BaselineOptions) -> int:
     """`seps baseline`."""
     measured = open_source(options.data, options.read, options.split, options.limit)
-    sources = [open_source(folder, options.read, options.train) for folder in (options.data, *options.also)]
+    train = open_joined((options.data, *options.also), options.read, options.train)
     config = SepsConfig("laps", 16, options.image_encoder, options.text_encoder)
     features = Features.open(options.cache, *create(config))
-    found = measure(features, measured, sources, options.directions, options.ridge)
+    found = measure(features, measured, train, options.directions, options.ridge)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     with written_beside(out / "table.json") as file:
@@ -81,14 +81,13 @@ def run(options: BaselineOptions) -> int:
 
 
 def measure(
-    features: Features, measured: Source, sources: list[Source], directions: int, ridge: float
+    features: Features, measured: Source, train: Source, directions: int, ridge: float
 ) -> dict[str, dict[str, float]]:
     """Figures of every baseline by name."""
     described = count_described(measured) == len(measured)
-    for source in (measured, *sources):
+    for source in (measured, train):
         features.fill(source, None, False, MOST_WORDS)
-    images, texts, owners = pool_all(features, sources)
-    maps = correlate(images, texts, owners, directions, ridge)
+    maps = correlate(*features.pooled(train, MOST_WORDS), directions, ridge)
     images, texts, owners = features.pooled(measured, MOST_WORDS)
     pixels = maps.scores(images, texts).float()
     scores = {"linear CCA of mean-pooled features": pixels}
@@ -101,16 +100,6 @@ def measure(
             "both and linear CCA, added": means + words + pixels,
         }
     return {name: figures_of(measure_retrieval(each, owners)) for name, each in scores.items()}
-
-
-def pool_all(features: Features, sources: list[Source]) -> tuple[Tensor, Tensor, Tensor]:
-    """`Features.pooled` of all sources, one behind the other."""
-    parts = [features.pooled(source, MOST_WORDS) for source in sources]
-    owners, start = [], 0
-    for images, _, rows in parts:
-        owners.append(rows + start)
-        start += len(images)
-    return torch.cat([each[0] for each in parts]), torch.cat([each[1] for each in parts]), torch.cat(owners)
 
 
 def match_descriptions(features: Features, source: Source, texts: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,148 +20,16 @@ from seps.distributed import World, joined, wait
 from seps.evaluation import evaluate
 from seps.features import Features, may_mirror, start_projections
 from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load
-from seps.objective import ObjectiveSettings, encode_in_parts, retrieval_loss
-from seps.optimisation import OptimSettings
-from seps.recipe import PRESETS, Recipe
-from seps.sources import SCENES, ReadOptions, count_described, open_source, refuse_shared
+from seps.objective import encode_in_parts, retrieval_loss
+from seps.options import TrainOptions, recipe_from
+from seps.sources import count_described, open_joined, open_source, refuse_shared
 from seps.tokens import Tokens
-from seps.training import FitSettings, Outcome, brief, draw_from, fit
+from seps.training import Outcome, brief, draw_from, fit
 
 logger = logging.getLogger(__name__)
 
 FEATURE_NOISE = 8
 """The purpose under which noise on kept features is drawn, beside those of the loader."""
-
-
-def _explained(kind: type) -> dict[str, str]:
-    """What a dataclass's docstring says of its fields, in entries of the form "one, two: what they are"."""
-    body = re.sub(r"\s*\n\s{4,}", " ", inspect.cleandoc(kind.__doc__ or ""))
-    entries = [line.strip().partition(":") for line in body.splitlines()]
-    return {name.strip(): text.strip() for names, _, text in entries if text for name in names.split(",")}
-
-
-def _recipe_options() -> type:
-    """A dataclass with a preset and every choice of a recipe, None where the preset decides."""
-    hints = get_type_hints(Recipe)
-    own = make_dataclass(
-        "RecipeOptions",
-        [
-            ("preset", Literal["paper", "released", "laps", "described"], field(default="described")),
-            *((each.name, hints[each.name] | None, field(default=None)) for each in fields(Recipe)),
-        ],
-        frozen=True,
-    )
-    own.__module__ = __name__
-    said = _explained(Recipe)
-    lines = [f"    {name}: {said[name]}" for name in Recipe.names() if name in said]
-    preset = "    preset: The choices to start from; each choice named beside it replaces the preset's."
-    own.__doc__ = "\n".join(["The method.", "", "Args:", preset, *lines])
-    return own
-
-
-RecipeOptions = _recipe_options()
-
-
-def recipe_from(options: Any) -> Recipe:
-    """The preset with the choices that were made."""
-    changes = {each.name: getattr(options, each.name) for each in fields(Recipe)}
-    return PRESETS[options.preset](**{name: value for name, value in changes.items() if value is not None})
-
-
-@dataclass(frozen=True)
-class DataOptions(ReadOptions):
-    """What is trained on, and how a batch is drawn."""
-
-    folder: str = SCENES
-    """A data folder (captions.jsonl, Karpathy's dataset_*.json, or ids and caps files), or "scenes"."""
-    train: str = "train"
-    """The split to train on."""
-    dev: str = "dev"
-    """The split to choose the best epoch on; never a test split."""
-    dev_limit: int | None = None
-    """Images of dev that count."""
-    batch_size: int = 64
-    """Images of the joint batch of all processes."""
-    micro_batch: int | None = None
-    """Images that are encoded at once; the negatives stay those of the whole batch."""
-    draws: Literal["image", "caption"] = "image"
-    """An epoch sees every image once with a random caption, or every caption once."""
-    workers: int = 0
-    """Processes that decode images."""
-    word_noise: float = 0.2
-    """Share of the words that training masks, replaces or deletes."""
-    flip: Literal["never", "unsided", "always"] = "unsided"
-    """Which images training mirrors, half of the time: "unsided" spares texts that name left or right."""
-    least_crop: float = 0.6
-    """The smallest share of an image's area that training looks at."""
-    cache: str | None = None
-    """Folder of kept features of frozen backbones; training then reads them instead of the images."""
-    feature_noise: float = 0.0
-    """Noise on kept features, as a share of their standard deviation."""
-    patch_dropout: float = 0.0
-    """Share of the patches of kept features that training leaves out."""
-
-    def __post_init__(self) -> None:
-        if "test" in self.dev.lower():
-            raise ValueError(f"data.dev: expected a split that is no test split, found {self.dev!r}")
-        if self.dev == self.train:
-            raise ValueError(f"data.dev: expected another split than data.train, found {self.dev!r} twice")
-        if self.batch_size < 2:
-            raise ValueError(f"data.batch_size: expected at least 2, found {self.batch_size}")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ValueError(f"data.micro_batch: expected at least 1, found {self.micro_batch}")
-        for name in ("patch_dropout", "word_noise"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"data.{name}: expected 0 to below 1, found {getattr(self, name)}")
-        if self.feature_noise < 0:
-            raise ValueError(f"data.feature_noise: expected at least 0, found {self.feature_noise}")
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """What is trained."""
-
-    start: str | None = None
-    """A model folder or hub name to go on from; the options below and the recipe are then its own."""
-    channels: int = 512
-    """C, what both encoders are projected to."""
-    image_encoder: dict[str, Any] = field(default_factory=lambda: {"kind": "light"})
-    """kind and its arguments, such as {kind: huggingface, name: facebook/dinov2-small, tuning: frozen}."""
-    text_encoder: dict[str, Any] = field(default_factory=lambda: {"kind": "light"})
-    """kind and its arguments, such as {kind: huggingface, name: bert-base-uncased}."""
-    tokenizer: str | None = None
-    """Hub name or folder of a tokenizer, where the text encoder brings none."""
-    global_term: Literal["none", "loss", "score"] = "none"
-    """One vector an image and a text: none, trained for coarse search, or also part of the score."""
-    projections: Literal["random", "cca"] = "random"
-    """Where the projections above frozen backbones start: at random, or at the linear maps under which the
-    mean-pooled features of pictures and captions correlate most (needs data.cache)."""
-    gradient_checkpointing: bool = False
-    """Compute the backbones' activations again in the backward pass instead of keeping them."""
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """Train a model: `seps train recipe.yaml --optim.lr 1e-4`.
-
-    Everything may stand in a YAML file and be overridden behind it; --print_config writes such a file. The
-    same line again goes on with a run that was broken.
-    """
-
-    run: FitSettings = field(default_factory=FitSettings)
-    """The run."""
-    data: DataOptions = field(default_factory=DataOptions)
-    """The data."""
-    model: ModelOptions = field(default_factory=ModelOptions)
-    """The model."""
-    recipe: RecipeOptions = field(default_factory=RecipeOptions)  # type: ignore[valid-type]
-    """The method."""
-    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
-    """The loss."""
-    optim: OptimSettings = field(default_factory=OptimSettings)
-    """The optimiser."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
 
 
 @dataclass(frozen=True)
@@ -408,7 +274,7 @@ def build_model(options: TrainOptions, train: Source) -> tuple[SepsModel, SepsPr
 def make_task(options: TrainOptions, world: World | None = None) -> RetrievalTask:
     """Data and model of the options as a task of the loop."""
     data = options.data
-    train = open_source(data.folder, data, data.train)
+    train = open_joined((data.folder, *data.also), data, data.train)
     dev = open_source(data.folder, data, data.dev, data.dev_limit)
     refuse_shared(train, dev)
     model, processor = build_model(options, train)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from PIL import Image
+
 from seps.data.layouts import SAME_SPLIT, read
 from seps.data.loader import Held
 from seps.data.records import Broken, Record, Source
@@ -68,6 +70,39 @@ def open_source(folder: str, options: ReadOptions, split: str, limit: int | None
         options.dense,
         options.images,
     )
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Several sources, one behind the other."""
+
+    sources: tuple[Source, ...]
+
+    def __len__(self) -> int:
+        return sum(len(source) for source in self.sources)
+
+    def __getitem__(self, index: int, /) -> Record:
+        source, place = self._find(index)
+        return source[place]
+
+    def open(self, index: int) -> Image.Image:
+        """The image of a record as RGB."""
+        source, place = self._find(index)
+        return source.open(place)
+
+    def _find(self, index: int) -> tuple[Source, int]:
+        place = index
+        for source in self.sources:
+            if 0 <= place < len(source):
+                return source, place
+            place -= len(source)
+        raise IndexError(f"index: expected 0 to {len(self) - 1}, found {index}")
+
+
+def open_joined(folders: Sequence[str], options: ReadOptions, split: str) -> Source:
+    """The records of a split of every folder, one folder behind the other."""
+    sources = tuple(open_source(folder, options, split) for folder in folders)
+    return sources[0] if len(sources) == 1 else Joined(sources)
 
 
 def count_described(source: Source) -> int:
