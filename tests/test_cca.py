@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from making import refusal
-from seps.cca import correlate, inverse_root, start_projection
-from seps.retrieval import DataOptions, ModelOptions, TrainOptions, make_task
+from seps.cca import correlate, inverse_root, principal, start_projection
+from seps.options import DataOptions, ModelOptions, TrainOptions
+from seps.retrieval import make_task
 from seps.slimming import unit
 from seps.sources import SceneOptions
 from seps.tokens import Tokens
@@ -97,6 +98,25 @@ def test_a_projection_starts_at_the_map_at_its_own_size() -> None:
     assert factor > 0
     torch.testing.assert_close(mapped[:, :3], factor * own, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(projection.weight[:3].square().mean().sqrt(), size)
+
+
+def test_all_principal_directions_keep_every_cosine() -> None:
+    values = torch.randn(50, 6, generator=torch.Generator().manual_seed(2)) + 2
+    mapped = principal(values, 6, energy=3.0)(values)
+    torch.testing.assert_close(unit(mapped) @ unit(mapped).T, (unit(values) @ unit(values).T).double())
+    assert mapped.square().sum(1).mean() == pytest.approx(3.0)
+    largest = principal(values, 1, energy=1.0).weight[:, 0]
+    assert (unit(largest) @ unit(values.mean(0)).double()).abs() > 0.95
+
+
+def test_maps_stand_one_behind_the_other() -> None:
+    images, texts = hidden(0.9)
+    found, rest = correlate(images, texts, OWNERS, 3).texts, principal(texts, 2, 1.0)
+    projection = nn.Linear(4, 6)
+    start_projection(projection, found, rest)
+    mapped = projection(texts).detach().double()
+    expected = torch.cat([found(texts), rest(texts), torch.zeros(400, 1)], 1)
+    torch.testing.assert_close(unit(mapped), unit(expected), atol=1e-4, rtol=0)
 
 
 def test_sides_that_do_not_fit_are_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from seps.ablation import AblateOptions
 from seps.cli import parse
-from seps.retrieval import TrainOptions, recipe_from
+from seps.options import TrainOptions, recipe_from
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -42,6 +42,7 @@ ORDER = [
     "baseline",
     "report_page",
     "report",
+    "options",
     "retrieval",
     "ablation",
     "chat",

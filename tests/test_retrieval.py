@@ -16,18 +16,8 @@ from seps.features import Features, FeatureStore, identity, image_key
 from seps.model import load
 from seps.objective import ObjectiveSettings, encode_in_parts, retrieval_loss
 from seps.optimisation import OptimSettings
-from seps.retrieval import (
-    DataOptions,
-    ModelOptions,
-    RecipeOptions,
-    TrainOptions,
-    build_model,
-    disturb,
-    make_task,
-    recipe_from,
-    run_cache,
-    train,
-)
+from seps.options import DataOptions, ModelOptions, RecipeOptions, TrainOptions, recipe_from
+from seps.retrieval import build_model, disturb, make_task, run_cache, train
 from seps.snapshots import read_snapshot
 from seps.sources import ReadOptions, SceneOptions, open_source
 from seps.tokens import Tokens

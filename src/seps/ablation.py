@@ -13,8 +13,9 @@ from typing import Any, cast
 from seps.data.records import written_beside
 from seps.distributed import World, choose_device
 from seps.objective import Scored
+from seps.options import RecipeOptions, TrainOptions, recipe_from
 from seps.progress import progress_bar
-from seps.retrieval import RecipeOptions, TrainOptions, recipe_from, train
+from seps.retrieval import train
 from seps.training import require_same
 
 logger = logging.getLogger(__name__)

@@ -296,7 +296,7 @@ class LocalModel:
             raise ValueError(
                 f"model: expected an image-text-to-text model of transformers, found {name!r} ({reason})"
             ) from None
-        self.model.to(self.device).eval()
+        torch.nn.Module.to(self.model, self.device).eval()
         self.text = self._ask()
 
     def _ask(self) -> str:

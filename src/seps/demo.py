@@ -30,7 +30,8 @@ from seps.metrics import measure_retrieval
 from seps.model import SepsModel, SepsProcessor, load
 from seps.objective import ObjectiveSettings
 from seps.optimisation import OptimSettings
-from seps.retrieval import DataOptions, ModelOptions, RecipeOptions, TrainOptions, train
+from seps.options import DataOptions, ModelOptions, RecipeOptions, TrainOptions
+from seps.retrieval import train
 from seps.sources import SceneOptions, open_source, truths_of
 from seps.training import FitSettings
 
