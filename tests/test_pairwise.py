@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from seps import Recipe, SlimHead, Tokens, described, laps, paper, released
-from seps.pairwise import native, pack, prepare, score, unpack
+from seps.pairwise import engine, native, pack, prepare, score, unpack
 from seps.pairwise.engine import block_size
 from seps.pairwise.native.calls import select_top
 from seps.pairwise.texts import TextSide, Words
@@ -172,7 +172,7 @@ def test_precision_is_one_of_two():
 
 
 def test_bf16_selects_alike_and_scores_nearly_alike(path):
-    head, given = make(RECIPES["paper"], channels=64)
+    head, given = make(RECIPES["paper"], channels=64, texts=64)
     with torch.no_grad():
         exact, rounded = head(**given), head(**given, precision="bf16")
     assert 0 < float((exact - rounded).abs().max()) < 0.02
@@ -357,3 +357,26 @@ def test_training_remembers_inputs_not_pairs(path):
     (few, _), (many, _) = kept(8), kept(64)
     words = 64 * 7 * 16 * 4
     assert many - few < 8 * words
+
+
+def test_tokens_are_built_or_not_and_score_alike(monkeypatch):
+    """The kernel has two ways to the same cosines; the numbers of texts and words say which is cheaper."""
+    if not native_exists():
+        pytest.skip("no compiler here")
+    head, given = make(RECIPES["paper"])
+    head.eval()
+    with torch.no_grad():
+        expected = head.inspect(**given).scores
+        for ways in (lambda *_: None, lambda _, images, *__: images.values @ images.values.transpose(1, 2)):
+            monkeypatch.setattr(engine, "gram_of", ways)
+            torch.testing.assert_close(head(**given), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_few_texts_have_the_tokens_built_and_many_share_a_gram_matrix(path):
+    head, given = make(laps(), images=2, texts=64, patches=64, channels=64)
+    head.eval()
+    prepared = prepare(head, given["images"])
+    with torch.no_grad():
+        many, one = (TextSide.of(given["texts"][slice(0, count)]) for count in (64, 1))
+        assert engine.gram_of(head, prepared, many, "fp32").shape == (2, 64, 64)
+        assert (engine.gram_of(head, prepared, one, "fp32") is None) == (path == "compiled")

@@ -28,6 +28,7 @@ from seps.slimming import (
     Branch,
     aggregation_weights,
     guidance,
+    keep_count,
     min_max,
     residual_weights,
     token_weights,
@@ -122,7 +123,7 @@ def product(left: Tensor, right: Tensor, precision: Precision) -> Tensor:
 
 def meet(
     images: Prepared,
-    gram: Tensor,
+    gram: Tensor | None,
     logits: Sequence[Tensor],
     choices: Sequence[Choice],
     words: Words,
@@ -185,10 +186,17 @@ def read_by(aligner: Aligner) -> Reading:
 
 
 def meet_plainly(
-    images: Prepared, gram: Tensor, weights: Tensor, words: Words, aligner: Aligner, precision: Precision
+    images: Prepared,
+    gram: Tensor | None,
+    weights: Tensor,
+    words: Words,
+    aligner: Aligner,
+    precision: Precision,
 ) -> Tensor:
     """Eq. 5 between the tokens that weights (b,t,J,N) make of the patches, and the words. -> (b,t)"""
     products = words.pad(product(images.values, words.features.T, precision)).permute(0, 2, 1, 3)
+    if gram is None:
+        gram = product(images.values, images.values.transpose(1, 2), precision)
     squared = ((weights.flatten(1, 2) @ gram).view_as(weights) * weights).sum(-1, keepdim=True)
     real = squared > 1e-24
     length = torch.where(real, squared, torch.ones_like(squared)).sqrt()
@@ -210,13 +218,13 @@ def meet_set(tokens: TokenSet, words: Words, aligner: Aligner) -> Tensor:
 def score_block(
     head: Pieces,
     images: Prepared,
-    gram: Tensor,
+    gram: Tensor | None,
     texts: TextSide,
     start: int,
     precision: Precision,
     seed: int,
 ) -> Scored:
-    """Scores of every pair of a block; gram (b,N,N), start the place of its first image in the batch."""
+    """Scores of every pair of a block; gram as `gram_of`, start the place of its first image in the batch."""
     names = waiting_here(head, images, texts)
     rows = torch.arange(start, start + len(images), device=images.values.device)
     choices = {name: decide_pairs(head, images, texts, name, rows, seed) for name in names}
@@ -289,7 +297,7 @@ def score_pairs(
     scores: list[Tensor] = []
     kept: list[list[Tensor]] = []
     for number, block in enumerate(images.split(height)):
-        gram = product(block.values, block.values.transpose(1, 2), precision)
+        gram = gram_of(head, block, texts, precision)
         found = [
             score_again(head, block, gram, column, number * height, precision, seed) for column in columns
         ]
@@ -304,10 +312,27 @@ def score_pairs(
     return torch.cat(scores)[:, texts.index.argsort()], shares
 
 
+def gram_of(head: Pieces, images: Prepared, texts: TextSide, precision: Precision) -> Tensor | None:
+    """The Gram matrices (b,N,N), or None where the kernel had better build the tokens themselves.
+
+    That is so where an image meets too few texts for its Gram matrix to pay, or texts of many words.
+    """
+    if compiled(images.values, head.recipe, precision) is not None and not torch.is_grad_enabled():
+        patches, channels = images.values.shape[1:]
+        tokens, kept = head.slimmer.tokens, keep_count(patches, head.recipe.keep_ratio)
+        words = texts.words if texts.dense_words is None else texts.dense_words
+        mean = sum(words.lengths) / len(words)
+        built = tokens * channels * (kept + mean)
+        multiplied = kept * channels * mean + tokens * kept * (kept / 2 + mean)
+        if built < multiplied + patches**2 * channels / len(texts):
+            return None
+    return product(images.values, images.values.transpose(1, 2), precision)
+
+
 def score_again(
     head: Pieces,
     images: Prepared,
-    gram: Tensor,
+    gram: Tensor | None,
     texts: TextSide,
     start: int,
     precision: Precision,

@@ -57,12 +57,13 @@ class Reading:
 class Meeting:
     """The tensors of some pairs: what `meet` is about.
 
-    values (B,N,C), gram (B,N,N), cls (B,C) of unit length or None, words (L,C) of unit length in texts of
-    some lengths; logits (B,J,N), decisions (B,T,N) and shares (B,T) of one or two branches; residual (B,T,N).
+    values (B,N,C); gram (B,N,N), or None to build the tokens; cls (B,C) of unit length or None; words (L,C)
+    of unit length in texts of some lengths; logits (B,J,N), decisions (B,T,N) and shares (B,T) of one or two
+    branches; residual (B,T,N).
     """
 
     values: Tensor
-    gram: Tensor
+    gram: Tensor | None
     cls: Tensor | None
     words: Tensor
     lengths: tuple[int, ...]
@@ -192,7 +193,7 @@ def arrays(meeting: Meeting, reading: Reading, half: bool) -> dict[str, Any]:
     relevance: Sequence[Tensor | None] = [each.contiguous() for each in reading.relevance] or [None] * 4
     return {
         "values": values,
-        "gram": widen(meeting.gram, 16),
+        "gram": None if meeting.gram is None else widen(meeting.gram, 16),
         "cls": None if meeting.cls is None else widen(meeting.cls),
         "words": words,
         "half_values": values.bfloat16() if half else None,

@@ -122,7 +122,7 @@ struct Workspace {
   std::vector<int> index;
   std::vector<uint16_t> bits;
   std::vector<float> weights, products, cosines, gathered, moved, squared, token, totals, tops, best, d_cosines,
-      d_weights, d_products, d_token, d_weights_all;
+      d_weights, d_products, d_token, d_weights_all, built;
   std::vector<char> lowered;
   std::vector<int> best_token, best_word;
   int count, width;  // rows taken part, their padded number
@@ -200,6 +200,39 @@ static void weigh(const Problem& p, int image, int text, Workspace& w) {
   }
 }
 
+// targets[r] += sum over m of factors[m * across + r * along] sources[m].
+static void add_outer(float* const* targets, int count, const float* const* sources, int width, const float* factors,
+                      int across, int along, int length) {
+  for (int r = 0; r < count; r += 4) {
+    const int some = std::min(4, count - r);
+    float* to[4];
+    for (int i = 0; i < 4; i++) to[i] = targets[r + std::min(i, some - 1)];
+    for (int c = 0; c < length; c += 4 * WIDTH) {
+      const int blocks = std::min(4, (length - c) / WIDTH);
+      Vector total[4][4] = {};
+      if (blocks == 4) {
+        for (int m = 0; m < width; m++) {
+          const float* from = sources[m] + c;
+          const float* factor = factors + (long)m * across + (long)r * along;
+          const Vector a = load(from), b = load(from + WIDTH), d = load(from + 2 * WIDTH), e = load(from + 3 * WIDTH);
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; i++) {
+            const float x = factor[i * along];  // factors are padded: what lies beyond count is not stored
+            total[i][0] += x * a, total[i][1] += x * b, total[i][2] += x * d, total[i][3] += x * e;
+          }
+        }
+      } else {
+        for (int m = 0; m < width; m++)
+          for (int i = 0; i < some; i++)
+            for (int k = 0; k < blocks; k++)
+              total[i][k] += factors[(long)m * across + (long)(r + i) * along] * load(sources[m] + c + k * WIDTH);
+      }
+      for (int i = 0; i < some; i++)
+        for (int k = 0; k < blocks; k++) store(to[i] + c + k * WIDTH, load(to[i] + c + k * WIDTH) + total[i][k]);
+    }
+  }
+}
+
 // The residual token: the sum of the patches by their residual weights, some channels at a time in registers.
 static void blend(const float* values, const float* residual, int patches, int channels, Workspace& w) {
   constexpr int BLOCKS = 8;
@@ -223,16 +256,34 @@ static void blend(const float* values, const float* residual, int patches, int c
   }
 }
 
-// The products of every slim token with every word, and the tokens' squared lengths.
-// cosines[m * stride + t] with t: CLS if there is one, the aggregated tokens, the residual.
+// Cosines and squared lengths from the aggregated tokens themselves, which is cheaper where an image meets
+// few texts (its Gram matrix would not pay) or many words.
+static void build(const Problem& p, int image, int text, Workspace& w) {
+  const int tokens = p.tokens, channels = p.channels, lines = padded(tokens + 2) + WIDTH;
+  const long first = p.offsets[text];
+  const int words = p.offsets[text + 1] - first;
+  const float* values = p.values + (long)image * p.patches * channels;
+  w.built.assign((long)tokens * channels, 0.f);
+  std::vector<float*> to(tokens);
+  for (int j = 0; j < tokens; j++) to[j] = &w.built[(long)j * channels];
+  for (int r = 0; r < w.count; r++) w.rows[r] = values + (long)w.index[r] * channels;
+  add_outer(to.data(), tokens, w.rows.data(), w.count, w.weights.data(), 1, w.width, channels);
+  for (int j = 0; j < tokens; j++) {
+    Vector own{};
+    for (int c = 0; c < channels; c += WIDTH) own += load(to[j] + c) * load(to[j] + c);
+    w.squared[p.has_cls + j] = sum(own);
+    w.rows[j] = to[j];
+  }
+  dot(w.rows.data(), tokens, p.words + first * channels, words, channels, &w.cosines[p.has_cls], lines);
+}
+
+// Cosines and squared lengths from the patches' products with the words and with each other.
 static void multiply(const Problem& p, int image, int text, Workspace& w, bool backward) {
   const int patches = p.patches, line = padded(patches), tokens = p.tokens, channels = p.channels;
-  const long pair = (long)image * p.texts + text, first = p.offsets[text];
+  const long first = p.offsets[text];
   const int words = p.offsets[text + 1] - first;
   const float* values = p.values + (long)image * patches * channels;
-  blend(values, p.residual + pair * patches, patches, channels, w);
   const int stride = padded(w.count) + WIDTH, lines = padded(tokens + 2) + WIDTH;
-  int count = 0;
 #ifdef __AVX512BF16__
   if (p.half_values) {
     const Half** rows = reinterpret_cast<const Half**>(w.half_rows.data());
@@ -251,15 +302,6 @@ static void multiply(const Problem& p, int image, int text, Workspace& w, bool b
   for (int m = 0; m < words; m++) std::memcpy(&packed[(long)m * w.width], &w.products[(long)m * stride], w.width * sizeof(float));
   for (int j = 0; j < tokens; j++) w.rows[j] = &w.weights[(long)j * w.width];
   dot(w.rows.data(), tokens, packed.data(), words, w.width, &w.cosines[p.has_cls], lines);
-  const int last = p.has_cls + tokens;
-  w.rows[count++] = w.token.data();
-  if (p.has_cls) w.rows[count++] = p.cls + (long)image * channels;
-  float* side = w.d_cosines.data();
-  dot(w.rows.data(), count, p.words + first * channels, words, channels, side, 4);
-  for (int m = 0; m < words; m++) {
-    w.cosines[(long)m * lines + last] = side[4 * m];
-    if (p.has_cls) w.cosines[(long)m * lines] = side[4 * m + 1];
-  }
   // Squared lengths: the upper triangle, its outer part doubled, suffices; the backward pass needs all of it.
   const float* gram = p.gram + (long)image * patches * line;
   for (int r = 0; r < w.count; r++) {
@@ -295,6 +337,28 @@ static void multiply(const Problem& p, int image, int text, Workspace& w, bool b
         for (int t = 0; t < some; t++) store(&w.moved[(long)(j + t) * w.width + k], total[t]);
     }
     for (int t = 0; t < some; t++) w.squared[p.has_cls + j + t] = sum(length[t]);
+  }
+}
+
+// The products of every slim token with every word, and the tokens' squared lengths.
+// cosines[m * stride + t] with t: CLS if there is one, the aggregated tokens, the residual.
+static void compare(const Problem& p, int image, int text, Workspace& w, bool backward) {
+  const int tokens = p.tokens, channels = p.channels, lines = padded(tokens + 2) + WIDTH, last = p.has_cls + tokens;
+  const long pair = (long)image * p.texts + text, first = p.offsets[text];
+  const int words = p.offsets[text + 1] - first;
+  blend(p.values + (long)image * p.patches * channels, p.residual + pair * p.patches, p.patches, channels, w);
+  if (p.gram)
+    multiply(p, image, text, w, backward);
+  else
+    build(p, image, text, w);
+  int count = 0;
+  w.rows[count++] = w.token.data();
+  if (p.has_cls) w.rows[count++] = p.cls + (long)image * channels;
+  float* side = w.d_cosines.data();
+  dot(w.rows.data(), count, p.words + first * channels, words, channels, side, 4);
+  for (int m = 0; m < words; m++) {
+    w.cosines[(long)m * lines + last] = side[4 * m];
+    if (p.has_cls) w.cosines[(long)m * lines] = side[4 * m + 1];
   }
   Vector own{};
   for (int c = 0; c < channels; c += WIDTH) own += load(&w.token[c]) * load(&w.token[c]);
@@ -400,43 +464,10 @@ extern "C" void meet(const Problem* problem) {
         continue;
       }
       weigh(p, image, text, w);
-      multiply(p, image, text, w, false);
+      compare(p, image, text, w, false);
       p.scores[pair] = align(p, words, w);
     }
   });
-}
-
-// targets[r] += sum over m of factors[m * across + r * along] sources[m].
-static void add_outer(float* const* targets, int count, const float* const* sources, int width, const float* factors,
-                      int across, int along, int length) {
-  for (int r = 0; r < count; r += 4) {
-    const int some = std::min(4, count - r);
-    float* to[4];
-    for (int i = 0; i < 4; i++) to[i] = targets[r + std::min(i, some - 1)];
-    for (int c = 0; c < length; c += 4 * WIDTH) {
-      const int blocks = std::min(4, (length - c) / WIDTH);
-      Vector total[4][4] = {};
-      if (blocks == 4) {
-        for (int m = 0; m < width; m++) {
-          const float* from = sources[m] + c;
-          const float* factor = factors + (long)m * across + (long)r * along;
-          const Vector a = load(from), b = load(from + WIDTH), d = load(from + 2 * WIDTH), e = load(from + 3 * WIDTH);
-#pragma GCC unroll 4
-          for (int i = 0; i < 4; i++) {
-            const float x = factor[i * along];  // factors are padded: what lies beyond count is not stored
-            total[i][0] += x * a, total[i][1] += x * b, total[i][2] += x * d, total[i][3] += x * e;
-          }
-        }
-      } else {
-        for (int m = 0; m < width; m++)
-          for (int i = 0; i < some; i++)
-            for (int k = 0; k < blocks; k++)
-              total[i][k] += factors[(long)m * across + (long)(r + i) * along] * load(sources[m] + c + k * WIDTH);
-      }
-      for (int i = 0; i < some; i++)
-        for (int k = 0; k < blocks; k++) store(to[i] + c + k * WIDTH, load(to[i] + c + k * WIDTH) + total[i][k]);
-    }
-  }
 }
 
 static inline void add_scaled(float* to, float factor, const float* from, int length) {
@@ -576,7 +607,7 @@ static void differentiate(const Problem& p, int image, int text, Workspace& w, s
   // The Gram matrix: its upper triangle takes the gradient of both.
   constexpr int TILE = 8;
   float* d_gram = p.d_gram + (long)image * patches * line;
-  std::vector<float>& scaled = w.d_weights_all;
+  std::vector<float>& scaled = w.d_weights_all, built;
   for (int j = 0; j < tokens; j++)
     for (int r = 0; r < w.width; r++) scaled[(long)j * w.width + r] = d_squared[p.has_cls + j] * w.weights[(long)j * w.width + r];
   for (int r = 0; r < w.count; r += TILE) {
@@ -615,7 +646,7 @@ extern "C" void meet_backward(const Problem* problem) {
         const int words = p.offsets[text + 1] - p.offsets[text];
         if (words == 0 || p.upstream[image * p.texts + text] == 0) continue;
         weigh(p, image, text, w);
-        multiply(p, image, text, w, true);
+        compare(p, image, text, w, true);
         align(p, words, w);
         differentiate(p, image, text, w, entries, d_words.data(), d_relevance.data());
       }
