@@ -22,7 +22,7 @@ import torch
 from seps.data.scenes import Scenes
 from seps.gallery import Gallery, searching
 from seps.gallery.packing import pack, unpack
-from seps.gallery.rows import encode_texts, halves
+from seps.gallery.rows import encode_texts, halves, mean_word
 from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load
 from seps.tokens import Tokens
 
@@ -81,6 +81,7 @@ def fill(gallery: Gallery, source: Source, rows: int, noise: float, block: int =
         images, dense = shaken
         with torch.inference_mode():
             pixel, text = halves(model.global_images(images)), halves(model.global_texts(dense))
+            mean = halves(mean_word(dense))
         now = [np.datetime64("2026-01-01T00:00:00", "s")] * len(places)
         own = {
             "id": [f"{place:016x}" for place in places.tolist()],
@@ -89,7 +90,8 @@ def fill(gallery: Gallery, source: Source, rows: int, noise: float, block: int =
             "patches": pack(images, gallery.store.about.precision),
             "words": pack(dense, gallery.store.about.precision),
             "pixel_vector": list(pixel),
-            "description_vector": list(text),
+            "description_vector": list(mean),
+            "text_vector": list(text),
             **dict.fromkeys(("taken", "modified", "indexed"), now),
             **dict.fromkeys(("size", "width", "height"), [128] * len(places)),
             "tags": [[]] * len(places),

@@ -20,6 +20,7 @@ from seps.gallery.packing import Precision, pack
 from seps.gallery.pictures import Picture, absolute
 from seps.gallery.store import row_schema
 from seps.model import SepsModel, SepsProcessor
+from seps.slimming import unit
 from seps.tokens import Tokens
 
 
@@ -98,15 +99,20 @@ def make_rows(
     images = encode_pixels(model, torch.stack([each.pixels for each in ready]))
     images.require_finite("picture")
     texts = [each.said.description for each in ready]
-    vectors: list[np.ndarray | None] = [None] * len(ready)
+    vectors: dict[str, list[np.ndarray | None]] = {
+        name: [None] * len(ready) for name in ("description_vector", "text_vector")
+    }
     words: list[bytes | None] = [None] * len(ready)
     described = [place for place, text in enumerate(texts) if text]
     if described:
         limit = model.recipe.description_length
         dense = encode_texts(model, processor, [texts[place] for place in described], limit)
         packed = pack(dense, precision)
-        for row, (place, vector) in enumerate(zip(described, halves(model.global_texts(dense)), strict=True)):
-            vectors[place], words[place] = vector, packed[row]
+        means, pooled = halves(mean_word(dense)), halves(model.global_texts(dense))
+        for row, place in enumerate(described):
+            words[place] = packed[row]
+            vectors["description_vector"][place] = means[row]
+            vectors["text_vector"][place] = pooled[row]
     schema = row_schema(images.channels)
     now = datetime.now().replace(microsecond=0)
     columns = {
@@ -130,12 +136,17 @@ def make_rows(
         "patches": pack(images, precision),
         "words": words,
         "pixel_vector": list(halves(model.global_images(images))),
-        "description_vector": vectors,
+        **vectors,
     }
     return pa.table(
         [pa.array(columns[field.name], field.type) for field in schema],
         schema=schema,
     )
+
+
+def mean_word(texts: Tokens) -> Tensor:
+    """Where texts compare with texts: the unit mean of their unit words. (T,M,C) -> (T,C)"""
+    return unit(Tokens(unit(texts.features), texts.mask).mean())
 
 
 def halves(vectors: Tensor) -> np.ndarray:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 TABLE = "images"
 FORMAT = 1
-VECTORS = ("pixel_vector", "description_vector")
+VECTORS = ("pixel_vector", "description_vector", "text_vector")
 FILTERS = (
     "id",
     "path",
@@ -114,6 +114,7 @@ def row_schema(channels: int, metadata: dict[bytes, bytes] | None = None) -> pa.
             pa.field("words", pa.binary()),
             pa.field("pixel_vector", vector),
             pa.field("description_vector", vector),
+            pa.field("text_vector", vector),
         ],
         metadata=metadata,
     )
