@@ -48,7 +48,7 @@ ORDER = [
     "chat",
     "captions",
     "gallery",
-    "explain",
+    "explanation",
     "reid",
     "cli",
     "web",

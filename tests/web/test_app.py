@@ -90,7 +90,7 @@ def test_a_listing_shows_pictures_without_their_places(client, world):
 
 
 def test_an_explanation_is_the_librarys(client, world):
-    from seps.explain import explain_stored
+    from seps.explanation import explain_stored
 
     asked = {"id": world.ids[1], "text": world.texts[1]}
     overlay = client.get("/explain", params=asked).json()

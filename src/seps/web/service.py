@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from seps.explain import draw, explain_stored
+from seps.explanation import draw, explain_stored
 from seps.gallery import Entry, Gallery, Hit, MissingPictureError, Pace, Picture
 from seps.gallery.searching import ENTRY_COLUMNS, check_text, entries_of
 from seps.gallery.store import quoted

@@ -1,7 +1,7 @@
 """Explanation: which patches were kept, which word met which patch, in numbers that add up."""
 
-from seps.explain.explanation import Choice, Explanation, Word, explain, explain_stored, explain_tokens
-from seps.explain.figure import draw
-from seps.explain.meeting import Meeting
+from seps.explanation.building import Choice, Explanation, Word, explain, explain_stored, explain_tokens
+from seps.explanation.figure import draw
+from seps.explanation.meeting import Meeting
 
 __all__ = ["Choice", "Explanation", "Meeting", "Word", "draw", "explain", "explain_stored", "explain_tokens"]

@@ -10,8 +10,8 @@ from PIL import Image
 
 from seps.data.images import open_image
 from seps.data.records import written_beside
-from seps.explain.explanation import Explanation, explain, explain_stored
-from seps.explain.figure import draw
+from seps.explanation.building import Explanation, explain, explain_stored
+from seps.explanation.figure import draw
 from seps.gallery import MissingPictureError, Picture, load_gallery
 from seps.gallery.pictures import absolute
 from seps.model import load

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from seps.explain import explain, explain_tokens
+from seps.explanation import explain, explain_tokens
 from seps.model import SepsConfig, create
 from seps.recipe import described, laps, paper, released
 
@@ -134,7 +134,7 @@ def test_each_word_names_the_descriptions_word_it_met(picture):
 def test_a_hand_worked_meeting():
     """Two words, two tokens: each mean shared out, tokens credited to the word they met."""
     from seps.alignment import Aligner
-    from seps.explain.meeting import meet
+    from seps.explanation.meeting import meet
 
     cosines = torch.tensor([[0.8, 0.2], [0.4, 0.1]])
     found = meet("patches", ("a", "b"), ("1", "rest"), cosines, Aligner(laps(affinity="cosine")))

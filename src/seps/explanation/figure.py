@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from seps.explain.explanation import Explanation, Word
+from seps.explanation.building import Explanation, Word
 
 MOST_WORDS = 24
 MOST_TOKENS = 12

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seps.data.images import evaluation_box
 from seps.data.text import WordTokenizer, split_words
-from seps.explain.meeting import Meeting, meet
+from seps.explanation.meeting import Meeting, meet
 from seps.gallery import Gallery
 from seps.model import SepsModel, SepsProcessor
 from seps.slimming import Branch, token_weights, unit
