@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.utils import logging as ecosystem
 
 from seps.cli import MISTAKES, sentence
 from seps.data.records import Source
@@ -59,6 +60,7 @@ def plan(folder: Path) -> TrainOptions:
             channels=96,
             image_encoder={**LIGHT, "size": SCENES.size, "layers": 2},
             text_encoder={**LIGHT, "layers": 1},
+            global_term="score",
         ),
         recipe=RecipeOptions(
             preset="described",
@@ -202,7 +204,8 @@ def run(folder: Path) -> None:
 def main() -> int:
     """The entry point of `make demo`."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    ecosystem.set_verbosity_error()
+    ecosystem.disable_progress_bar()
     try:
         run(Path(os.environ.get(FOLDER, "runs/demo")))
     except KeyboardInterrupt:
