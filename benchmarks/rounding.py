@@ -54,10 +54,10 @@ def main() -> None:
             exact = score(head, prepared, texts)
             packed = {form: pack(prepared, form) for form in ("fp32", "fp16", "int8")}
             halved = score(head, prepared, texts, precision="bf16")
-            found = {"fp32": exact, "bf16 products": halved}
+            changed = {"fp32": exact, "bf16 products": halved}
             for form, parts in packed.items():
-                found[f"packed {form}"] = score(head, unpack(parts), texts)
-        for form, scores in found.items():
+                changed[f"packed {form}"] = score(head, unpack(parts), texts)
+        for form, scores in changed.items():
             change = (scores - exact).abs()
             rows.append(
                 {
@@ -75,11 +75,12 @@ def main() -> None:
         "| recipe | form | bytes an image | mean change | largest | R@1 / 5 / 10 | same first image |",
         "|---|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {row['recipe']} | {row['form']} | {row['bytes'] or ''} | {row['mean']:.1e} | {row['largest']:.1e} "
-        f"| {' / '.join(f'{each:.1f}' for each in row['recall'])} | {row['first']:.1f} % |"
-        for row in rows
-    ]
+    for row in rows:
+        found = " / ".join(f"{each:.1f}" for each in row["recall"])
+        lines.append(
+            f"| {row['recipe']} | {row['form']} | {row['bytes'] or ''} | {row['mean']:.1e} "
+            f"| {row['largest']:.1e} | {found} | {row['first']:.1f} % |"
+        )
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "rounding.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     (RESULTS / "rounding.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
