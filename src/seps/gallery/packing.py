@@ -51,18 +51,28 @@ def unpack(packed: Sequence[bytes | None], channels: int) -> Tokens:
     """The token sets behind the bytes; an item without bytes has no real token. -> (B,N,C)"""
     if not packed:
         raise ValueError("packed: expected at least one token set, found none")
-    sizes = {None if item is None else item[: _HEADER.size] for item in packed}
-    if len(sizes) == 1 and None not in sizes:
-        return _unpack_alike([item for item in packed if item is not None])
-    sets = [None if item is None else _unpack_alike([item]) for item in packed]
-    rows = [torch.zeros(0, channels) if item is None else item.features[0] for item in sets]
-    with_cls = any(item is not None and item.cls is not None for item in sets)
-    cls = None
-    if with_cls:
-        missing = torch.zeros(channels)
-        cls = torch.stack([missing if s is None or s.cls is None else s.cls[0] for s in sets])
-    ragged = Tokens.ragged(rows)
-    return Tokens(ragged.features, ragged.mask, cls)
+    groups: dict[bytes, list[int]] = {}
+    for place, item in enumerate(packed):
+        if item is not None:
+            groups.setdefault(item[: _HEADER.size], []).append(place)
+    decoded = {
+        header: _unpack_alike([item for place in places if (item := packed[place]) is not None])
+        for header, places in groups.items()
+    }
+    if len(decoded) == 1 and None not in packed:
+        return next(iter(decoded.values()))
+    longest = max((each.features.shape[1] for each in decoded.values()), default=1)
+    features = torch.zeros(len(packed), longest, channels)
+    lengths = torch.zeros(len(packed), dtype=torch.long)
+    with_cls = any(each.cls is not None for each in decoded.values())
+    cls = torch.zeros(len(packed), channels) if with_cls else None
+    for header, places in groups.items():
+        alike = decoded[header]
+        features[places, : alike.features.shape[1]] = alike.features
+        lengths[places] = alike.features.shape[1]
+        if cls is not None and alike.cls is not None:
+            cls[places] = alike.cls
+    return Tokens(features, torch.arange(longest) < lengths.unsqueeze(1), cls)
 
 
 def _unpack_alike(packed: Sequence[bytes]) -> Tokens:

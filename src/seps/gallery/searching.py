@@ -159,8 +159,10 @@ def narrow(store: Store, model: SepsModel, words: Tokens, items: Sequence[str], 
     for start in range(0, rows.num_rows, _NARROW_ROWS):
         block = rows.slice(start, _NARROW_ROWS)
         met = unpack(block.column("words").to_pylist(), model.config.channels).to(asked.features.device)
-        cosines = activate(asked.features @ unit(met.features).transpose(1, 2), aligner.recipe.affinity)
-        scores = aligner.score(cosines, asked.mask, met.mask).tolist()
+        lengths = torch.linalg.vector_norm(met.features, dim=-1).clamp(min=1e-12)
+        cosines = (asked.features @ met.features.transpose(1, 2)) / lengths.unsqueeze(1)
+        affinity = activate(cosines, aligner.recipe.affinity)
+        scores = aligner.score(affinity, asked.mask, met.mask).tolist()
         scored.extend(
             (-score, item) for score, item in zip(scores, block.column("id").to_pylist(), strict=True)
         )
