@@ -164,6 +164,19 @@ def test_saved_scores_are_measured_again_and_in_ensembles(saved, tmp_path):
     assert globally["dense_side"] == "none"
 
 
+def test_kept_features_measure_like_the_images(tmp_path):
+    kind = {**LIGHT, "tuning": "frozen"}
+    chosen = {"image_encoder": {**kind, "size": 32}, "text_encoder": kind, "channels": 16}
+    model, processor = build_model(options(model=chosen), open_source("scenes", READ, "train"))
+    save(model, processor, tmp_path / "model")
+    _, plain = evaluate(tmp_path / "model", tmp_path, out="a")
+    _, kept = evaluate(tmp_path / "model", tmp_path, out="b", cache=str(tmp_path / "cache"))
+    scores = [Scores.read(tmp_path / name / SCORES).values for name in "ab"]
+    torch.testing.assert_close(scores[0], scores[1], atol=5e-3, rtol=5e-3)
+    assert kept["images"] == plain["images"]
+    assert any((tmp_path / "cache").iterdir())
+
+
 def made(scores, owners, names=None) -> Scores:
     names = names or tuple(str(number) for number in range(len(scores)))
     return Scores(torch.tensor(scores), torch.tensor(owners), names, "none", {})

@@ -24,6 +24,7 @@ from seps.evaluation import (
     score_all,
     score_globally,
 )
+from seps.features import Features
 from seps.metrics import measure_folds, measure_retrieval, rank_queries
 from seps.model import SepsModel, load
 from seps.objective import Scored
@@ -65,6 +66,8 @@ class EvalOptions:
     """Score by slimming and alignment, or by the cosine of the global vectors alone."""
     examples: int = 6
     """Best and worst queries of each kind that the report shows."""
+    cache: str | None = None
+    """Folder of kept features of frozen backbones; what is missing is computed and kept."""
     batch_size: int = 64
     """Images encoded at once."""
     workers: int = 0
@@ -165,7 +168,10 @@ def _measure(options: EvalOptions, source: Source) -> tuple[Scores, dict[str, An
         model = on_side(model, options.dense_side)
     torch.nn.Module.to(model, choose_device(options.device))
     problems = Problems(options.read.broken)
-    corpus = encode(model, processor, source, None, options.batch_size, options.workers, problems=problems)
+    features = None if options.cache is None else Features.open(options.cache, model, processor)
+    corpus = encode(
+        model, processor, source, features, options.batch_size, options.workers, problems=problems
+    )
     values = score_all(model, corpus) if options.scored == "alignment" else score_globally(model, corpus)
     unused = corpus.dense is None or options.scored == "global"
     side = "none" if unused else model.recipe.dense_side
