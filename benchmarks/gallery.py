@@ -145,7 +145,7 @@ def measure(gallery: Gallery, queries: list[str], scans: int, truths: int) -> No
         chosen = queries[:truths]
         exact = [{hit.id for hit in hits} for hits in gallery.search(chosen, exact=True)]
         wanted = searching.CANDIDATES
-        for count in (50, 100, 200, 400, 800):
+        for count in (20, 40, 80, 160, 320):
             searching.CANDIDATES = count
             found = [{hit.id for hit in hits} for hits in gallery.search(chosen)]
             share = np.mean([len(a & b) / len(a) for a, b in zip(exact, found, strict=True)])

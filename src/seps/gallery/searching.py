@@ -21,10 +21,15 @@ from seps.slimming import unit
 from seps.tokens import Tokens
 
 # So many are scored exactly, or this many times k where that is more; a quarter of them for their pixels.
-CANDIDATES = 200
-CANDIDATES_A_RESULT = 5
-# Where descriptions are matched word by word, so many meet the query's words before that.
-PROPOSALS = 2000
+# benchmarks/gallery.py measures what they find and what they cost.
+CANDIDATES = 80
+CANDIDATES_A_RESULT = 8
+# Where descriptions are matched word by word, so many meet the query's words before that; elsewhere the
+# first stage knows less, and more are scored.
+PROPOSALS = 800
+UNMATCHED_CANDIDATES = 200
+_PIXEL_SHARE = 4
+_NARROW_ROWS = 128
 MOST_RESULTS = 1000
 _PIXEL_SHARE = 4
 _NARROW_ROWS = 128
@@ -196,7 +201,8 @@ def search_candidates(
     store: Store, model: SepsModel, texts: Sequence[str], words: Tokens, k: int, where: str | None
 ) -> list[list[Hit]]:
     """Two stages: propose, then score exactly. words (T,M,C) of the texts"""
-    limit = max(CANDIDATES, CANDIDATES_A_RESULT * k)
+    enough = CANDIDATES if model.recipe.dense == "matched" else UNMATCHED_CANDIDATES
+    limit = max(enough, CANDIDATES_A_RESULT * k)
     columns = [*ENTRY_COLUMNS, *token_columns(model)]
     found: list[list[Hit]] = []
     for start in range(0, len(texts), _QUERIES_AT_ONCE):
@@ -269,7 +275,7 @@ def search_descriptions(
 ) -> list[TextHit]:
     """The stored descriptions that fit a picture best. image (1,N,C)"""
     vector = model.global_images(image)[0].float().cpu().tolist()
-    limit = max(CANDIDATES, CANDIDATES_A_RESULT * k)
+    limit = max(UNMATCHED_CANDIDATES, CANDIDATES_A_RESULT * k)
     proposed = [item for item, _ in store.nearest("text_vector", vector, limit, where)]
     rows = store.fetch(proposed, ["description", "words"])
     if not rows.num_rows:
