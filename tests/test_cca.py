@@ -9,7 +9,7 @@ from torch import nn
 
 from making import refusal
 from seps.cca import correlate, inverse_root, principal, start_projection
-from seps.options import DataOptions, ModelOptions, TrainOptions
+from seps.options import DataOptions, ModelOptions, RecipeOptions, TrainOptions
 from seps.retrieval import make_task
 from seps.slimming import unit
 from seps.sources import SceneOptions
@@ -101,12 +101,12 @@ def test_a_projection_starts_at_the_map_at_its_own_size() -> None:
 
 
 def test_all_principal_directions_keep_every_cosine() -> None:
-    values = torch.randn(50, 6, generator=torch.Generator().manual_seed(2)) + 2
+    values = torch.randn(50, 6, generator=torch.Generator().manual_seed(2)).double() + 2
     mapped = principal(values, 6, energy=3.0)(values)
-    torch.testing.assert_close(unit(mapped) @ unit(mapped).T, (unit(values) @ unit(values).T).double())
+    torch.testing.assert_close(unit(mapped) @ unit(mapped).T, unit(values) @ unit(values).T)
     assert mapped.square().sum(1).mean() == pytest.approx(3.0)
     largest = principal(values, 1, energy=1.0).weight[:, 0]
-    assert (unit(largest) @ unit(values.mean(0)).double()).abs() > 0.95
+    assert (unit(largest) @ unit(values.mean(0))).abs() > 0.95
 
 
 def test_maps_stand_one_behind_the_other() -> None:
@@ -132,6 +132,7 @@ def test_training_starts_at_cca_only_from_kept_features(tmp_path: Path) -> None:
         run=FitSettings(folder=str(tmp_path)),
         data=DataOptions(scenes=SceneOptions(train=4, dev=2, size=64), batch_size=2),
         model=ModelOptions(channels=16, projections="cca"),
+        recipe=RecipeOptions(preset="laps"),
     )
     assert refusal(lambda: make_task(options)).startswith("model.projections: expected data.cache")
     frozen = {"kind": "light", "tuning": "frozen", "width": 16}
@@ -149,3 +150,10 @@ def test_training_starts_at_cca_only_from_kept_features(tmp_path: Path) -> None:
     ):
         mapped = neck(Tokens(values.unsqueeze(1))).features[:, 0].detach().double()
         torch.testing.assert_close(unit(mapped), unit(expected), atol=1e-4, rtol=0)
+
+    described = make_task(replace(options, recipe=RecipeOptions(preset="described")))
+    images, texts = described.model.image_encoder.neck, described.model.text_encoder.neck
+    assert (
+        images.projection.weight[8:].abs().max() == 0
+        and texts.projection.weight[8:].abs().min(1).values.sum() > 0
+    )

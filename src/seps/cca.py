@@ -88,15 +88,27 @@ def check(images: Tensor, texts: Tensor, owners: Tensor, count: int, ridge: floa
         raise ValueError(f"ridge: expected above 0, found {ridge}")
 
 
-@torch.no_grad()
-def start_projection(projection: nn.Linear, found: LinearMap) -> None:
-    """Start a projection at a map, at the size of the random weights it has, so that a step means the same.
+def principal(values: Tensor, count: int, energy: float) -> LinearMap:
+    """The count directions that hold most of some vectors (B,P), about zero, so that cosines stay.
 
-    The map may have fewer directions than the projection has channels: those that are left start at zero.
+    energy: the mean squared length that the mapped vectors get.
+    """
+    values = values.double()
+    moments, vectors = torch.linalg.eigh(values.T @ values / len(values))
+    kept = moments[-count:].flip(0)
+    weight = vectors[:, -count:].flip(1) * (energy / kept.sum()).sqrt()
+    return LinearMap(torch.zeros(len(weight), dtype=weight.dtype), weight)
+
+
+@torch.no_grad()
+def start_projection(projection: nn.Linear, *found: LinearMap) -> None:
+    """Start a projection at maps, one behind the other, at the size of the random weights it has.
+
+    At its own size a step of training means the same; channels that no map fills start at zero.
     """
     size = projection.weight.square().mean().sqrt()
-    weight = found.weight.T.to(projection.weight.dtype)
-    shift = -(found.mean @ found.weight).to(projection.weight.dtype)
+    weight = torch.cat([each.weight for each in found], 1).T.to(projection.weight.dtype)
+    shift = -torch.cat([each.mean @ each.weight for each in found]).to(projection.weight.dtype)
     factor = size / weight.square().mean().sqrt()
     projection.weight.zero_()[: len(weight)] = factor * weight
     projection.bias.zero_()[: len(weight)] = factor * shift

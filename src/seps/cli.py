@@ -35,7 +35,7 @@ COMMANDS: dict[str, Command] = {
     "caption": Command("seps.captions", "CaptionOptions", "run", "describe images with a multimodal model"),
     "index": Command("seps.gallery.commands", "IndexOptions", "run_index", "index a folder of pictures"),
     "search": Command("seps.gallery.commands", "SearchOptions", "run_search", "find pictures by words"),
-    "explain": Command("seps.explanation.commands", "ExplainOptions", "run_explain", "show why a score is so"),
+    "explain": Command("seps.explanation.commands", "ExplainOptions", "run_explain", "show why it scores"),
     "serve": Command("seps.web.commands", "ServeOptions", "run_serve", "serve a gallery: page and HTTP API"),
     "gallery stats": Command("seps.gallery.commands", "GalleryOptions", "run_stats", "what a gallery holds"),
     "gallery compact": Command("seps.gallery.commands", "GalleryOptions", "run_compact", "merge and sweep"),

@@ -54,7 +54,7 @@ class Trained:
 def plan(folder: Path) -> TrainOptions:
     """The training of the demonstration: light encoders, descriptions on the image side."""
     return TrainOptions(
-        run=FitSettings(folder=str(folder / "model"), epochs=11, evaluate_epochs=11),
+        run=FitSettings(folder=str(folder / "model"), epochs=16, evaluate_epochs=16),
         data=DataOptions(scenes=SCENES, batch_size=32, word_noise=0.1, least_crop=0.8),
         model=ModelOptions(
             channels=96,
@@ -71,7 +71,7 @@ def plan(folder: Path) -> TrainOptions:
             description_dropout=0.5,
         ),
         objective=ObjectiveSettings(loss="info_nce"),
-        optim=OptimSettings(lr=2e-3, schedule="cosine", warmup_steps=20),
+        optim=OptimSettings(lr=1.5e-3, schedule="cosine", warmup_steps=20),
         device="cpu",
     )
 
@@ -81,6 +81,7 @@ def baseline(options: TrainOptions, folder: Path) -> TrainOptions:
     return replace(
         options,
         run=replace(options.run, folder=str(folder / "baseline")),
+        model=replace(options.model, global_term="none"),
         recipe=RecipeOptions(preset="laps"),
         objective=replace(options.objective, scored="global"),
     )
@@ -183,7 +184,7 @@ def show_training(folder: Path) -> tuple[Trained, Source]:
     seps = learn(options, source)
     rows = figures(seps, pooled)
     count, texts = len(seps.corpus.images), len(seps.corpus.texts)
-    say(f"\n{count} test scenes, {texts} captions; trained {pooled.seconds:.0f} s and {seps.seconds:.0f} s, ")
+    say(f"\n{count} test scenes, {texts} captions; trained {pooled.seconds:.0f} s and {seps.seconds:.0f} s,")
     say("equally many steps; recall in percent, dense text on the image side.\n")
     say(table(rows, chance_rsum(count, texts)))
     truths = truths_of(source, seps.corpus.indices, options.data.folder)

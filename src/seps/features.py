@@ -20,7 +20,7 @@ import torch
 from PIL import ImageOps
 from torch import Tensor, nn
 
-from seps.cca import correlate, start_projection
+from seps.cca import correlate, principal, start_projection
 from seps.data.images import evaluate_image, names_side
 from seps.data.records import Record, Source
 from seps.data.text import MOST_WORDS
@@ -290,12 +290,18 @@ def start_projections(model: SepsModel, train: Source, features: Features | None
             "model.projections: expected data.cache and two frozen backbones for 'cca', which reads their "
             "kept features"
         )
-    pooled = features.pooled(train, MOST_WORDS)
+    pictures, captions, owners = features.pooled(train, MOST_WORDS)
     images, texts = model.image_encoder.neck.projection, model.text_encoder.neck.projection
-    count = min(images.out_features, images.in_features, texts.in_features)
-    found = correlate(*pooled, count)
+    matched = model.recipe.dense == "matched"
+    count = min(images.out_features, images.in_features, texts.in_features) // (2 if matched else 1)
+    found = correlate(pictures, captions, owners, count)
     start_projection(images, found.images)
-    start_projection(texts, found.texts)
+    if not matched:
+        start_projection(texts, found.texts)
+        return
+    # Where words also meet a description's words, half of the channels keep what words are to each other.
+    rest = min(texts.out_features - count, texts.in_features)
+    start_projection(texts, found.texts, principal(captions, rest, float(found.strengths.square().sum())))
 
 
 def frozen(encoder: ImageEncoder | TextEncoder) -> bool:

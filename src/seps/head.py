@@ -211,7 +211,7 @@ class SlimHead(nn.Module):
             raise ValueError("dense: expected none, since the recipe has dense='none', found dense text")
         if self.recipe.dense_side != side:
             raise ValueError(
-                f"dense: expected with the {self.recipe.dense_side}s, as dense_side says, found with the {side}s"
+                f"dense: expected with the {self.recipe.dense_side}s, as dense_side says, not the {side}s"
             )
         if len(dense) != count:
             raise ValueError(f"dense: expected one for each of the {count} {side}s, found {len(dense)}")

@@ -14,6 +14,7 @@ from PIL import Image
 
 from seps.data.images import open_image
 from seps.data.records import Problems
+from seps.gallery.borders import among
 from seps.gallery.descriptions import Said, beside
 from seps.gallery.indexing import Added, Describe, Indexer, Pace, prune, unwatched
 from seps.gallery.packing import Precision
@@ -34,7 +35,7 @@ from seps.gallery.searching import (
     search_everything,
     tokens_of,
 )
-from seps.gallery.store import About, Store, among
+from seps.gallery.store import About, Store
 from seps.model import SepsModel, SepsProcessor
 from seps.tokens import Tokens
 

@@ -16,10 +16,11 @@ from PIL import Image
 
 from seps.data.images import MOST_PIXELS, open_image
 from seps.data.records import Problems
+from seps.gallery.borders import among, quoted
 from seps.gallery.descriptions import Said
 from seps.gallery.pictures import Picture, open_picture
 from seps.gallery.rows import Ready, make_rows
-from seps.gallery.store import Store, among, quoted
+from seps.gallery.store import Store
 from seps.model import SepsModel, SepsProcessor
 
 T = TypeVar("T")

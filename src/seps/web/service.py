@@ -13,8 +13,8 @@ from PIL import Image
 
 from seps.explanation import draw, explain_stored
 from seps.gallery import Entry, Gallery, Hit, MissingPictureError, Pace, Picture
+from seps.gallery.borders import quoted
 from seps.gallery.searching import ENTRY_COLUMNS, check_text, entries_of
-from seps.gallery.store import quoted
 from seps.web.batching import Batcher
 from seps.web.limits import Gate, Limits, Refusal
 from seps.web.metrics import Gauge, Metrics
