@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -380,3 +381,10 @@ def test_few_texts_have_the_tokens_built_and_many_share_a_gram_matrix(path):
         many, one = (TextSide.of(given["texts"][slice(0, count)]) for count in (64, 1))
         assert engine.gram_of(head, prepared, many, "fp32").shape == (2, 64, 64)
         assert (engine.gram_of(head, prepared, one, "fp32") is None) == (path == "compiled")
+
+
+def test_the_kernel_leaves_small_numbers_to_everyone_else():
+    """-ffast-math at the linker would make the whole process flush them to zero."""
+    native.library()
+    assert torch.tensor(1e-40).mul(1) > 0
+    assert np.float32(1e-40) * np.float32(1) > 0

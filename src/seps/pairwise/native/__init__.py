@@ -24,8 +24,14 @@ _OPTIONS = (
     "-fPIC",
     "-shared",
     "-pthread",
-    "-ffast-math",
-    "-fno-finite-math-only",
+    # The parts of -ffast-math that let sums be reordered. The whole of it would also link code that makes the
+    # process flush small numbers to zero, everywhere and for good.
+    "-fassociative-math",
+    "-freciprocal-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
 )
 logger = logging.getLogger(__name__)
 
