@@ -284,6 +284,24 @@ def test_a_store_survives_a_kill_in_the_middle(tmp_path):
         FeatureStore(tmp_path, about)
 
 
+def test_two_who_fill_one_store_take_turns(tmp_path):
+    """Both open it empty; neither overwrites, doubles or cuts off what the other wrote."""
+    about = {"kind": "test", "identity": "x", "channels": 3}
+    first, second = FeatureStore(tmp_path, about), FeatureStore(tmp_path, about)
+    rows = {
+        key: torch.full((length, 3), value)
+        for key, length, value in (("a", 2, 1.0), ("b", 1, 2.0), ("c", 3, 3.0))
+    }
+    first.extend(["a", "b"], [rows["a"], rows["b"]])
+    second.extend(["b", "c"], [rows["b"], rows["c"]])
+    third = FeatureStore(tmp_path, about)
+    first.extend(["c"], [rows["c"]])
+    for store in (first, second, third):
+        assert len(store) == 3
+        assert all(torch.equal(store[key], block) for key, block in rows.items())
+    assert (tmp_path / "data.f16").stat().st_size == 6 * 3 * 2
+
+
 def test_identity_follows_every_weight_and_setting():
     model = torch.nn.Linear(2, 2)
     before = identity(model, 1)

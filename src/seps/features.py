@@ -2,6 +2,7 @@
 
 A store is one folder: `data.f16`, the rows of all items one after the other, and `index.jsonl`, a line an
 item, written after its rows are on disk. A line that is there is true; what a kill left behind it is cut off.
+Processes that fill one store take turns, and an item that another has written meanwhile is not written again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from seps.tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
-DATA, INDEX, ABOUT = "data.f16", "index.jsonl", "about.json"
+DATA, INDEX, ABOUT, LOCK = "data.f16", "index.jsonl", "about.json", ".lock"
 LARGEST = 65504.0
 """The largest number of half precision."""
 
@@ -54,8 +56,11 @@ class FeatureStore:
             )
         self.channels: int = found["channels"]
         self.blocks: dict[str, tuple[int, int]] = {}
+        self.end = 0
+        self._read = 0
         self._rows: np.memmap | None = None
-        self._read_index()
+        with self._alone():
+            self._read_index()
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -71,45 +76,52 @@ class FeatureStore:
             self._rows = np.memmap(self.folder / DATA, dtype=np.float16, mode="r", shape=shape)
         return torch.from_numpy(np.array(self._rows[start : start + length])).float()
 
-    @property
-    def end(self) -> int:
-        """Rows in all."""
-        return max((start + length for start, length in self.blocks.values()), default=0)
-
     def extend(self, keys: Sequence[str], rows: Sequence[Tensor]) -> None:
-        """Append items, each (length,C); on disk when this returns."""
+        """Append items, each (length,C), but those that are there; on disk when this returns."""
         for key, block in zip(keys, rows, strict=True):
             if not bool((block.abs() <= LARGEST).all()):
                 raise ValueError(f"{key}: expected features that half precision holds, found larger or none")
-        lines, start = [], self.end
-        fresh: dict[str, tuple[int, int]] = {}
-        with (self.folder / DATA).open("ab") as data:
-            for key, block in zip(keys, rows, strict=True):
-                data.write(block.detach().cpu().to(torch.float16).numpy().tobytes())
-                fresh[key] = (start, len(block))
-                lines.append(json.dumps([key, start, len(block)]) + "\n")
-                start += len(block)
-            data.flush()
-            os.fsync(data.fileno())
-        with (self.folder / INDEX).open("a", encoding="utf-8") as index:
-            index.writelines(lines)
-            index.flush()
-            os.fsync(index.fileno())
-        self.blocks |= fresh
+        with self._alone():
+            self._read_index()
+            fresh = {key: block for key, block in zip(keys, rows, strict=True) if key not in self.blocks}
+            lines, start = [], self.end
+            with (self.folder / DATA).open("ab") as data:
+                for key, block in fresh.items():
+                    data.write(block.detach().cpu().to(torch.float16).numpy().tobytes())
+                    lines.append(json.dumps([key, start, len(block)]) + "\n")
+                    start += len(block)
+                data.flush()
+                os.fsync(data.fileno())
+            with (self.folder / INDEX).open("a", encoding="utf-8") as index:
+                index.writelines(lines)
+                index.flush()
+                os.fsync(index.fileno())
+            self._read_index()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One process at a time; a killed one's lock falls with it."""
+        import fcntl
+
+        with (self.folder / LOCK).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _read_index(self) -> None:
-        """Take in whole lines, and cut off what was being written when a run was killed."""
+        """Take in the whole lines that are new, and cut off what was being written when a run was killed."""
         index, data = self.folder / INDEX, self.folder / DATA
         data.touch()
         index.touch()
-        whole = 0
-        for line in index.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n"):
-                break
-            key, start, length = json.loads(line)
-            self.blocks[key] = (start, length)
-            whole += len(line)
-        os.truncate(index, whole)
+        with index.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                key, start, length = json.loads(line)
+                self.blocks[key] = (start, length)
+                self.end = max(self.end, start + length)
+                self._read += len(line)
+        os.truncate(index, self._read)
         size = self.end * self.channels * 2
         if data.stat().st_size < size:
             raise ValueError(f"{data}: expected {size} bytes, found {data.stat().st_size}; remove the folder")
