@@ -146,7 +146,11 @@ def test_a_refused_key_ends_the_run_at_once(pictures, tmp_path):
     refusal = (401, {}, {"error": {"message": "wrong key"}})
     with serving(lambda *_: refusal) as (address, seen):
         with pytest.raises(ValueError, match="refuses the request: 401 wrong key"):
-            run(CaptionOptions(str(pictures), "x.jsonl", server=address, model="m", concurrency=1))
+            run(
+                CaptionOptions(
+                    str(pictures), str(tmp_path / "o.jsonl"), server=address, model="m", concurrency=1
+                )
+            )
         assert len(seen) <= 2
 
 

@@ -11,11 +11,12 @@ from seps.options import TrainOptions, recipe_from
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_a_recipe_file_is_taken_by_the_command_it_names(path):
     said = path.read_text(encoding="utf-8")
-    assert f"examples/{path.name}" in said
-    if f"seps ablate examples/{path.name}" in said:
+    name = f"examples/{path.relative_to(EXAMPLES).as_posix()}"
+    assert name in said
+    if f"seps ablate {name}" in said:
         assert parse(AblateOptions, [str(path)]).grid
     else:
         options = parse(TrainOptions, [str(path), "--optim.lr", "3e-4"])
