@@ -120,6 +120,23 @@ def test_descriptions_join_by_name_and_else_by_order(plain: Path, karpathy: Path
     assert [record.dense for record in found] == ["of t", "of r"]
 
 
+def test_pictures_of_one_name_in_two_folders_keep_their_own_descriptions(tmp_path: Path) -> None:
+    names = ["cats/1.png", "dogs/1.png", "2.png"]
+    _pictures(tmp_path, names)
+    _jsonl(tmp_path / "captions.jsonl", [{"image": name, "captions": ["x"]} for name in names])
+    written = [{"image": name, "text": f"of {name}"} for name in names]
+    _jsonl(tmp_path / "dense.jsonl", written)
+    assert [record.dense for record in read(tmp_path, dense=tmp_path / "dense.jsonl")] == [
+        "of cats/1.png",
+        "of dogs/1.png",
+        "of 2.png",
+    ]
+    elsewhere = [{"image": f"photos/{name}", "text": "?"} for name in names]
+    _jsonl(tmp_path / "dense.jsonl", elsewhere)
+    found = read(tmp_path, dense=tmp_path / "dense.jsonl", broken="skip")
+    assert [record.dense for record in found] == [None, None, "?"]
+
+
 Damage = Callable[[Path], Any]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -189,7 +189,7 @@ def _check_given(file: Path, split: str, given: int, splits: set[str]) -> None:
 
 
 def _read_plain(file: Path, split: str, base: Path | None, problems: Problems) -> Iterator[Record]:
-    """captions.jsonl: one object a line with image, captions, and optionally dense, split, id."""
+    """captions.jsonl: one object a line with image, captions, and optionally dense and split."""
     folder = base or file.parent
     splits: set[str] = set()
     given = 0
@@ -360,7 +360,10 @@ def _with_dense(records: Iterable[Record], file: Path, problems: Problems) -> It
     records = list(records)
     skipped = len(problems)
     lines = [entry for _, entry in read_jsonl(file, problems, check)]
-    named = {Path(entry[0]).name: entry[1] for entry in lines if entry is not None and entry[0]}
+    named: dict[str, dict[Path, str]] = {}
+    for entry in lines:
+        if entry is not None and entry[0] is not None:
+            named.setdefault(Path(entry[0]).name, {})[Path(entry[0])] = entry[1]
     anonymous = sum(entry is not None and entry[0] is None for entry in lines)
     if named and anonymous:
         raise ValueError(f"{file}: {anonymous} of {len(lines)} lines lack the 'image' that the others have")
@@ -370,10 +373,21 @@ def _with_dense(records: Iterable[Record], file: Path, problems: Problems) -> It
         )
     for i, record in enumerate(records):
         if named:
-            text = named.get(record.image.name)
+            text = _description_of(record.image, named.get(record.image.name, {}))
         else:
             entry = lines[i] if i < len(lines) else None
             text = entry[1] if entry is not None else None
         if text is None and (named or i >= len(lines)):
             problems.meet(record.source, f"image {record.image.name} has no description in {file.name}")
         yield replace(record, dense=text or record.dense)
+
+
+def _description_of(image: Path, named: Mapping[Path, str]) -> str | None:
+    """Among descriptions of pictures with the same file name: that of the longest path the image's ends with.
+
+    Where none fits, folders are named otherwise than where the description was written: one alone is taken.
+    """
+    fitting = [path for path in named if image.parts[-len(path.parts) :] == path.parts]
+    if fitting:
+        return named[max(fitting, key=lambda path: len(path.parts))]
+    return next(iter(named.values())) if len(named) == 1 else None
