@@ -190,6 +190,26 @@ def test_the_keyboard_is_enough(page, serve, world):
     assert page.evaluate("document.activeElement.id") == "query"
 
 
+def test_focus_comes_back_with_the_viewers_end_not_after_it(page, serve):
+    page.goto(serve())
+    page.wait_for_selector(".card")
+    page.evaluate(
+        """() => {
+            window.ends = [];
+            const cards = () => [...document.querySelectorAll(".card")];
+            const viewer = document.getElementById("viewer");
+            const note = () => viewer.open || window.ends.push(cards().indexOf(document.activeElement));
+            new MutationObserver(note).observe(viewer, { attributeFilter: ["open"] });
+        }"""
+    )
+    for leave in (lambda: page.keyboard.press("Escape"), lambda: page.locator("#close").click()):
+        page.locator(".card").first.click()
+        page.locator("#next").click()
+        leave()
+        page.wait_for_selector("#viewer", state="hidden")
+    assert page.evaluate("window.ends") == [1, 1]
+
+
 def test_a_dropped_and_a_pasted_picture_find_themselves(page, serve, world):
     page.goto(serve())
     page.wait_for_selector(".card")

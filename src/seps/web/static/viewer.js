@@ -17,6 +17,7 @@ let branch = "";
 let lit = null;
 let leaving = new AbortController();
 let shown = null; // the bytes of the picture and their address
+let left = () => undefined;
 
 export function open(list, index, query) {
   pictures = list;
@@ -30,8 +31,16 @@ export function isOpen() {
   return dialog.open;
 }
 
+// A closed dialog gives focus back to the card it was opened from, and says that it is closed only later.
+// Focus belongs to the card of the picture shown last, and at once: a key pressed next must find it there.
 export function close() {
   dialog.close();
+  finish();
+}
+
+function finish() {
+  leaving.abort();
+  left(place);
 }
 
 export function onSimilar(find) {
@@ -43,10 +52,7 @@ export function onSimilar(find) {
 }
 
 export function onClose(then) {
-  dialog.addEventListener("close", () => {
-    leaving.abort();
-    then(place);
-  });
+  left = then;
 }
 
 function facts(picture) {
@@ -238,6 +244,12 @@ $("ask").addEventListener("submit", (event) => {
   if (text) explain(leaving.signal);
 });
 dialog.addEventListener("click", (event) => event.target === dialog && close());
+dialog.addEventListener("cancel", (event) => {
+  event.preventDefault();
+  close();
+});
+// A browser may end a dialog without asking first.
+dialog.addEventListener("close", () => dialog.open || leaving.signal.aborted || finish());
 dialog.addEventListener("keydown", (event) => {
   if (event.target.matches("input")) return;
   if (event.key === "ArrowLeft" && place > 0) show(place - 1);
