@@ -20,6 +20,7 @@ from transformers import (
 
 from seps import compat
 from seps.checkpoints import ImportOptions, import_checkpoint, run
+from seps.cli import main
 from seps.model import load
 
 CHANNELS = 16
@@ -172,6 +173,20 @@ def test_an_imported_model_scores_as_the_official_one(vision, head, dense, recip
         assert model.recipe.dense == "none"
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert expected.std() > 1e-4
+
+
+def test_the_command_line_imports_a_checkpoint(tmp_path, tokenizer, capsys):
+    path = Official(tmp_path, VIT, released_head(16)).save()
+    words = ["import", str(path), str(tmp_path / "model"), "--tokenizer", tokenizer, "--recipe", "laps"]
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 0
+    assert load(tmp_path / "model")[0].recipe.dense == "none"
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert said.endswith("model: expected a new or an empty folder, found something in its place")
 
 
 def test_pictures_are_seen_as_the_ancestors_saw_them(tmp_path, tokenizer):

@@ -47,18 +47,18 @@ HEAD_WIDTH = 64
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Turn an official LAPS or SEPS checkpoint into a model folder.
-
-    checkpoint: the model_best.pth; output: the folder to write; tokenizer: hub name or folder of the text
-    backbone's tokenizer; recipe: which ancestor trained it, "auto" tells by its weights and arguments;
-    dense_side: where dense text hangs from now on, "text" is the published protocol.
-    """
+    """Turn an official LAPS or SEPS checkpoint into a model folder: `seps import model_best.pth seps`."""
 
     checkpoint: str
+    """The model_best.pth: a state dict and the arguments of its training."""
     output: str
+    """The folder to write, new or empty."""
     tokenizer: str = "bert-base-uncased"
+    """Hub name or folder of the text backbone's tokenizer."""
     recipe: Ancestor = "auto"
+    """Which ancestor trained it; "auto" tells by its weights and arguments."""
     dense_side: Side = "text"
+    """Where dense text hangs from now on; "text" is the published protocol."""
 
 
 def run(options: ImportOptions) -> int:

@@ -32,6 +32,9 @@ COMMANDS: dict[str, Command] = {
     "eval": Command("seps.report", "EvalOptions", "run", "measure a model, or saved score matrices, on data"),
     "ablate": Command("seps.ablation", "AblateOptions", "run", "train a grid of choices at equal budget"),
     "baseline": Command("seps.baseline", "BaselineOptions", "run", "measure what needs no training"),
+    "import": Command(
+        "seps.checkpoints", "ImportOptions", "run", "turn an official .pth into a model folder"
+    ),
     "caption": Command("seps.captions", "CaptionOptions", "run", "describe images with a multimodal model"),
     "index": Command("seps.gallery.commands", "IndexOptions", "run_index", "index a folder of pictures"),
     "search": Command("seps.gallery.commands", "SearchOptions", "run_search", "find pictures by words"),
