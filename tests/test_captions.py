@@ -176,6 +176,17 @@ def test_a_closed_client_gives_up_waiting():
         assert len(seen) == 1
 
 
+def test_a_server_that_is_not_there_is_told_from_one_without_models(monkeypatch):
+    with serving(lambda *_: said("")) as (address, _):
+        assert ChatServer(address).first_model() == "first-model"
+    gone = ChatServer(address, retries=0)
+    with pytest.raises(ValueError, match=r"list of models, found .*refused.*, after 1 tries"):
+        gone.first_model()
+    monkeypatch.setattr(gone, "_send", lambda *_: {"data": []})
+    with pytest.raises(ValueError, match="found none; name one with --model"):
+        gone.first_model()
+
+
 def test_requests_keep_their_distance(monkeypatch):
     now, slept = [100.0], []
     monkeypatch.setattr("seps.chat.time.monotonic", lambda: now[0])

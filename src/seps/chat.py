@@ -74,7 +74,9 @@ class ChatServer:
         """The name of the model that the server offers first."""
         try:
             return str(self._send("/models", None)["data"][0]["id"])
-        except (KeyError, IndexError, TypeError, Unanswered):
+        except Unanswered as failure:
+            raise ValueError(f"{self.address}: expected a list of models, found {failure}") from None
+        except (KeyError, IndexError, TypeError):
             raise ValueError(
                 f"{self.address}: expected a list of models, found none; name one with --model"
             ) from None
