@@ -14,7 +14,8 @@ import shutil
 from pathlib import Path
 from statistics import fmean, stdev
 
-COLUMNS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10", "rsum")
+from seps.evaluation import COLUMN_NAMES, COLUMNS
+
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -28,7 +29,7 @@ def seeds_of(found: dict) -> dict[str, list[dict[str, float]]]:
 def table(rows: dict[str, list[dict[str, float]]]) -> str:
     """Mean and standard deviation over the seeds, and the gain in rSum over the first row."""
     lines = [
-        "| | seeds | i2t R@1 | R@5 | R@10 | t2i R@1 | R@5 | R@10 | rSum | to the first |",
+        f"| | seeds | {COLUMN_NAMES} | to the first |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     first = fmean(each["rsum"] for each in next(iter(rows.values())))

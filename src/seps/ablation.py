@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from seps.data.records import written_beside
 from seps.distributed import World, choose_device
+from seps.evaluation import COLUMN_NAMES, COLUMNS
 from seps.objective import Scored
 from seps.options import RecipeOptions, TrainOptions, recipe_from
 from seps.progress import progress_bar
@@ -140,9 +141,6 @@ def do_cell(training: TrainOptions, world: World) -> dict[str, float]:
     return figures
 
 
-COLUMNS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10", "rsum")
-
-
 def write_table(results: Mapping[str, Mapping[int, Mapping[str, float]]], options: AblateOptions) -> None:
     """The table so far, as Markdown and as JSON."""
     out = Path(options.out)
@@ -160,7 +158,7 @@ def table(results: Mapping[str, Mapping[int, Mapping[str, float]]], options: Abl
         f"Dev split {shared.data.dev!r} of {shared.data.folder}, best epoch of equally many steps, "
         f"{len(options.seeds)} seeds (mean ± standard deviation), loss {shared.objective.loss}.",
         "",
-        "| | dense side | steps | i2t R@1 | R@5 | R@10 | t2i R@1 | R@5 | R@10 | rSum | to the first |",
+        f"| | dense side | steps | {COLUMN_NAMES} | to the first |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     first = _mean(next(iter(results.values())).values(), "rsum")

@@ -16,7 +16,7 @@ from seps.alignment import affinities, align
 from seps.cca import correlate
 from seps.data.records import Source, written_beside
 from seps.data.text import MOST_WORDS
-from seps.evaluation import figures_of
+from seps.evaluation import COLUMN_NAMES, COLUMNS, figures_of
 from seps.features import Features
 from seps.metrics import measure_retrieval
 from seps.model import SepsConfig, create
@@ -27,7 +27,6 @@ from seps.tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10", "rsum")
 PAIRS = 2**24
 """Cosines of words that are held at once."""
 
@@ -132,7 +131,7 @@ def table(found: Mapping[str, Mapping[str, float]], options: BaselineOptions, im
     lines = [
         f"Split {options.split!r} of {options.data}, {images:,} images; no training by gradient.",
         "",
-        "| | i2t R@1 | R@5 | R@10 | t2i R@1 | R@5 | R@10 | rSum |",
+        f"| | {COLUMN_NAMES} |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, figures in found.items():

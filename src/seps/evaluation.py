@@ -25,6 +25,10 @@ from seps.tokens import Tokens
 IMAGE_BLOCK, TEXT_BLOCK = 64, 1024
 """Images and texts that are scored at once; the engine divides further by its memory budget."""
 
+COLUMNS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10", "rsum")
+COLUMN_NAMES = "i2t R@1 | R@5 | R@10 | t2i R@1 | R@5 | R@10 | rSum"
+"""The figures that tables show, and their heading."""
+
 
 @dataclass(frozen=True)
 class Corpus:
