@@ -12,6 +12,7 @@ from making import make_words, refusal
 from seps.ablation import AblateOptions, cell_options
 from seps.alignment import Aligner
 from seps.baseline import BaselineOptions, meet_words, run
+from seps.cli import parse
 from seps.recipe import laps
 
 
@@ -58,6 +59,11 @@ def test_the_command_measures_pixels_and_descriptions(tmp_path: Path) -> None:
     assert figures["captions against descriptions, cosine of the means"]["rsum"] == 600
     assert figures["captions against descriptions, eq. 5 on raw words"]["rsum"] == 600
     assert "| both, added | 100.0" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_the_kept_features_are_named_as_for_other_commands() -> None:
+    found = parse(BaselineOptions, ["photos", "--cache", "kept"])
+    assert (found.data, found.cache) == ("photos", "kept")
 
 
 def test_a_row_with_a_dotted_name_replaces_what_all_cells_share() -> None:

@@ -173,6 +173,17 @@ def test_asking_for_help_loads_no_command():
     assert out.strip().splitlines()[-1] == "end"
 
 
+def test_the_ecosystem_draws_no_bars_of_its_own(capsys):
+    from transformers.utils import logging as ecosystem
+
+    ecosystem.enable_progress_bar()
+    try:
+        assert ask(capsys, "try", "here")[0] == 0
+        assert not ecosystem.is_progress_bar_enabled()
+    finally:
+        ecosystem.enable_progress_bar()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_ends_a_process_with_130():
     code = (

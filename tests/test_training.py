@@ -258,6 +258,11 @@ def test_optimiser_settings_refuse_what_makes_no_step(changes):
         OptimSettings(**changes)
 
 
+def test_figures_in_one_line_say_nothing_twice():
+    assert training.brief({"rsum": 123.456, "score": 123.456}) == "rsum 123.5"
+    assert training.brief({"score": 0.5}) == "score 0.5"
+
+
 def test_the_published_schedule():
     published = OptimSettings()
     factors = [learning_rate_factor(published, epoch, 0, 1) for epoch in range(30)]

@@ -33,11 +33,14 @@ PAIRS = 2**24
 
 @dataclass(frozen=True)
 class BaselineOptions:
-    """Measure linear CCA of mean-pooled features, and captions against descriptions without pixels."""
+    """Measure linear CCA of mean-pooled features, and captions against descriptions without pixels.
+
+    A model has to beat these: `seps baseline photos --cache runs/features`.
+    """
 
     data: str
     """A data folder of any known layout."""
-    cache: str
+    cache: str = "runs/features"
     """Folder of kept features, as `seps cache` fills it; what is missing is computed."""
     split: str = "dev"
     """The split to measure on."""

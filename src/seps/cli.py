@@ -122,8 +122,17 @@ def run(name: str, words: Sequence[str]) -> int:
     command = COMMANDS[name]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     module = importlib.import_module(command.module)
+    quieten_ecosystem()
     options = parse(getattr(module, command.options), words, name, command.help)
     return int(getattr(module, command.function)(options) or 0)
+
+
+def quieten_ecosystem() -> None:
+    """No bar of transformers' own for every model that is read, where a command has loaded it at all."""
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as ecosystem
+
+        ecosystem.disable_progress_bar()
 
 
 def parse(kind: type, words: Sequence[str], name: str = "", description: str = "") -> Any:

@@ -301,8 +301,8 @@ def run(options: TrainOptions) -> int:
     with joined(options.device) as world:
         outcome = train(options, world)
         if world.main:
-            best = {name: value for name, value in outcome.best.items() if name != "score"}
-            logger.info("%d steps; best epoch %s on dev: %s", outcome.steps, outcome.best_epoch, brief(best))
+            best = brief(outcome.best)
+            logger.info("%d steps; best epoch %s on dev: %s", outcome.steps, outcome.best_epoch, best)
             logger.info("model: %s", outcome.model)
     return 0
 

@@ -353,8 +353,9 @@ class _Run:
 
 
 def brief(figures: Mapping[str, float]) -> str:
-    """Figures in one line."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+    """Figures in one line; the score only where there is nothing else, since it is one of them."""
+    shown = {name: value for name, value in figures.items() if name != "score"} or figures
+    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
 
 
 def draw_from(seed: int, step: int, rank: int) -> None:
