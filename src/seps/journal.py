@@ -59,6 +59,7 @@ def draw_curves(log: Path, picture: Path) -> None:
     """Loss in training and score on dev over the steps, as a PNG; without matplotlib, nothing but a hint."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError:
         logger.info("no curves drawn: install matplotlib (pip install 'seps[plots]')")
         return
@@ -67,8 +68,10 @@ def draw_curves(log: Path, picture: Path) -> None:
     left, right = figure.subplots(1, 2)
     train = [entry for entry in entries if entry["kind"] == "train"]
     dev = [entry for entry in entries if entry["kind"] == "dev"]
-    for name in sorted({name for entry in train for name in entry} & {"total", "alignment", "global"}):
-        left.plot(*_series(train, name), label=name)
+    logged = {name for entry in train for name in entry}
+    for name, line in (("total", "-"), ("alignment", "--"), ("global", ":")):
+        if name in logged:
+            left.plot(*_series(train, name), line, label=name)
     shown = [name for name in ("i2t_r1", "t2i_r1", "mAP") if any(name in entry for entry in dev)]
     for name in shown or ["score"]:
         right.plot(*_series(dev, name), marker="o", markersize=3, label=name)
@@ -76,6 +79,7 @@ def draw_curves(log: Path, picture: Path) -> None:
     right.set(title="dev", xlabel="step", ylabel="%" if shown else "score")
     for axes in (left, right):
         axes.grid(alpha=0.3)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if axes.lines:
             axes.legend()
     beside = picture.with_name(f".{picture.name}.part")

@@ -29,8 +29,8 @@ table { border-collapse: collapse; margin: 1rem 0 }
 td, th { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--line) }
 td:first-child, th:first-child { text-align: left }
 .query { display: flex; flex-wrap: wrap; gap: 1rem; padding: .8rem 0; border-bottom: 1px solid var(--line) }
-.query > :first-child { flex: 1 1 14rem }
-.query > ol { flex: 2 1 20rem; margin: 0 }
+.query > :first-child { flex: 0 0 14rem }
+.query > ol { flex: 1 1 20rem; margin: 0 }
 figure { margin: 0; width: 10rem }
 img { width: 10rem; border-radius: 4px }
 figcaption, .rank { font-size: .85rem; color: var(--soft) }
