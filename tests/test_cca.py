@@ -127,21 +127,24 @@ def test_sides_that_do_not_fit_are_refused() -> None:
     assert "above 0, found 0" in refusal(lambda: correlate(images, texts, OWNERS, 1, ridge=0))
 
 
-def test_training_starts_at_cca_only_from_kept_features(tmp_path: Path) -> None:
+def test_training_starts_at_cca_of_kept_features_or_of_computed_ones(tmp_path: Path) -> None:
     options = TrainOptions(
         run=FitSettings(folder=str(tmp_path)),
         data=DataOptions(scenes=SceneOptions(train=4, dev=2, size=64), batch_size=2),
         model=ModelOptions(channels=16, projections="cca"),
         recipe=RecipeOptions(preset="laps"),
     )
-    assert refusal(lambda: make_task(options)).startswith("model.projections: expected data.cache")
     frozen = {"kind": "light", "tuning": "frozen", "width": 16}
     options = replace(
         options,
-        data=replace(options.data, cache=str(tmp_path / "kept")),
         model=replace(options.model, image_encoder=frozen | {"size": 64}, text_encoder=frozen),
     )
+    computed = make_task(options)
+    options = replace(options, data=replace(options.data, cache=str(tmp_path / "kept")))
     task = make_task(options)
+    for side in ("image_encoder", "text_encoder"):
+        starts = [getattr(each.model, side).neck.projection.weight for each in (computed, task)]
+        torch.testing.assert_close(*starts, atol=1e-3, rtol=1e-3)
     images, texts, owners = task.features.pooled(task.train, 90)
     found = correlate(images, texts, owners, 16)
     for neck, values, expected in (

@@ -25,6 +25,7 @@ ORDER = [
     "data",
     "encoders",
     "processor",
+    "eightbit",
     "model",
     "compat",
     "checkpoints",

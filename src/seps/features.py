@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from seps.cca import correlate, principal, start_projection
 from seps.data.images import evaluate_image, names_side
 from seps.data.records import Record, Source
-from seps.data.text import MOST_WORDS
 from seps.encoders import ImageEncoder, TextEncoder
 from seps.model import SepsModel, SepsProcessor
 from seps.progress import progress_bar
@@ -34,6 +33,8 @@ from seps.tokens import Tokens
 logger = logging.getLogger(__name__)
 
 DATA, INDEX, ABOUT, LOCK = "data.f16", "index.jsonl", "about.json", ".lock"
+Pooled = tuple[Tensor, Tensor, Tensor]
+"""Mean patches (B,P), mean words (T,Q), and the row of each text's image (T,)."""
 LARGEST = 65504.0
 """The largest number of half precision."""
 
@@ -218,11 +219,14 @@ class Features:
         empty = torch.zeros(0, store.channels)
         return Tokens.ragged([empty if text is None else store[text_key(text, limit)] for text in texts])
 
-    def pooled(self, source: Source, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+    @torch.no_grad()
+    def pooled(self, source: Source, limit: int) -> Pooled:
         """Mean patches, mean words, and the row of each text's image, of a source. -> (B,P), (T,Q), (T,)"""
         records = [source[index] for index in range(len(source))]
         captions = [caption for record in records for caption in record.captions]
-        images = [self.image_tokens(part).mean() for part in batches(records, 64)]
+        images = [
+            self.model.image_encoder.lift(self.image_tokens(part)).mean() for part in batches(records, 64)
+        ]
         texts = [self.text_tokens(part, limit).mean() for part in batches(captions, 256)]
         owners = [row for row, record in enumerate(records) for _ in record.captions]
         return torch.cat(images), torch.cat(texts), torch.tensor(owners)
@@ -232,20 +236,11 @@ class Features:
         if self.images is None:
             return 0
         wanted = self._missing_images(source, mirrored)
-        encoder, view = self.model.image_encoder, self.processor.view
-        encoder.eval()
-        device = next(encoder.parameters()).device
-        with progress_bar("image features", len(wanted)) as advance:
-            for part in batches(wanted, batch_size):
-                pixels = []
-                for _, index, side in part:
-                    image = source.open(index)
-                    pixels.append(evaluate_image(ImageOps.mirror(image) if side else image, view))
-                with torch.no_grad():
-                    raw = encoder.backbone(torch.stack(pixels).to(device))
-                rows = raw.features if raw.cls is None else torch.cat([raw.cls.unsqueeze(1), raw.features], 1)
-                self.images.extend([key for key, _, _ in part], list(rows))
-                advance(len(part))
+        places = [(index, side) for _, index, side in wanted]
+        raws = encode_pictures(self.model, self.processor, source, places, batch_size)
+        for part, raw in zip(batches(wanted, batch_size), raws, strict=True):
+            rows = raw.features if raw.cls is None else torch.cat([raw.cls.unsqueeze(1), raw.features], 1)
+            self.images.extend([key for key, _, _ in part], list(rows))
         return len(wanted)
 
     def _missing_images(self, source: Source, mirrored: bool) -> list[tuple[str, int, bool]]:
@@ -269,20 +264,12 @@ class Features:
             key = text_key(text, limit)
             if key not in self.texts:
                 wanted.setdefault(key, text)
-        # Texts of one length together: less padding, much less work.
         order = sorted(wanted.items(), key=lambda pair: len(pair[1]))
-        encoder = self.model.text_encoder
-        encoder.eval()
-        device = next(encoder.parameters()).device
-        with progress_bar("text features", len(order)) as advance:
-            for part in batches(order, batch_size):
-                read = self.processor.texts([text for _, text in part], limit)
-                with torch.no_grad():
-                    raw = encoder.backbone(read["ids"].to(device), read["mask"].to(device))
-                mask = raw.mask if raw.mask is not None else read["mask"].to(device)
-                rows = [features[real] for features, real in zip(raw.features, mask, strict=True)]
-                self.texts.extend([key for key, _ in part], rows)
-                advance(len(part))
+        raws = encode_sentences(self.model, self.processor, [text for _, text in order], limit, batch_size)
+        for part, raw in zip(batches(order, batch_size), raws, strict=True):
+            mask = torch.ones(raw.features.shape[:2], dtype=torch.bool) if raw.mask is None else raw.mask
+            rows = [features[real] for features, real in zip(raw.features, mask, strict=True)]
+            self.texts.extend([key for key, _ in part], rows)
         return len(order)
 
     def fill(self, source: Source, description_length: int | None, mirrored: bool, words: int) -> None:
@@ -295,14 +282,61 @@ class Features:
             self.fill_texts(described, description_length)
 
 
-def start_projections(model: SepsModel, train: Source, features: Features | None) -> None:
+@torch.no_grad()
+def encode_pictures(
+    model: SepsModel,
+    processor: SepsProcessor,
+    source: Source,
+    wanted: Sequence[tuple[int, bool]],
+    batch_size: int = 64,
+) -> Iterator[Tokens]:
+    """Raw features of a source's pictures, given by index and whether mirrored, a batch at a time."""
+    encoder, view = model.image_encoder.eval(), processor.view
+    device = next(encoder.parameters()).device
+    with progress_bar("image features", len(wanted)) as advance:
+        for part in batches(wanted, batch_size):
+            pictures = [(source.open(index), mirrored) for index, mirrored in part]
+            pixels = [
+                evaluate_image(ImageOps.mirror(image) if mirrored else image, view)
+                for image, mirrored in pictures
+            ]
+            yield encoder.backbone(torch.stack(pixels).to(device))
+            advance(len(part))
+
+
+@torch.no_grad()
+def encode_sentences(
+    model: SepsModel, processor: SepsProcessor, texts: Sequence[str], limit: int, batch_size: int = 128
+) -> Iterator[Tokens]:
+    """Raw word features of texts, a batch at a time; texts of one length side by side make less work."""
+    encoder = model.text_encoder.eval()
+    device = next(encoder.parameters()).device
+    with progress_bar("text features", len(texts)) as advance:
+        for part in batches(texts, batch_size):
+            read = processor.texts(list(part), limit)
+            yield encoder.backbone(read["ids"].to(device), read["mask"].to(device))
+            advance(len(part))
+
+
+def pool(model: SepsModel, processor: SepsProcessor, source: Source, limit: int) -> Pooled:
+    """`Features.pooled` of backbones whose features are not kept, because they are about to learn."""
+    records = [source[index] for index in range(len(source))]
+    captions = [caption for record in records for caption in record.captions]
+    owners = torch.tensor([row for row, record in enumerate(records) for _ in record.captions])
+    order = sorted(range(len(captions)), key=lambda place: len(captions[place]))
+    wanted = [(index, False) for index in range(len(records))]
+    images = [
+        model.image_encoder.lift(raw).mean().cpu()
+        for raw in encode_pictures(model, processor, source, wanted)
+    ]
+    ordered = [captions[place] for place in order]
+    texts = torch.cat([raw.mean().cpu() for raw in encode_sentences(model, processor, ordered, limit)])
+    return torch.cat(images), texts, owners[torch.tensor(order)]
+
+
+def start_projections(model: SepsModel, pooled: Pooled) -> None:
     """Start both necks' projections at the linear maps under which pooled pictures and captions correlate."""
-    if features is None or features.images is None or features.texts is None:
-        raise ValueError(
-            "model.projections: expected data.cache and two frozen backbones for 'cca', which reads their "
-            "kept features"
-        )
-    pictures, captions, owners = features.pooled(train, MOST_WORDS)
+    pictures, captions, owners = pooled
     images, texts = model.image_encoder.neck.projection, model.text_encoder.neck.projection
     matched = model.recipe.dense == "matched"
     count = min(images.out_features, images.in_features, texts.in_features) // (2 if matched else 1)

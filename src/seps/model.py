@@ -20,6 +20,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedConfig, PreTrainedModel
 
 from seps.data.text import WordTokenizer
+from seps.eightbit import fill_shrunk, write_shrunk
 from seps.encoders import build_image_encoder, build_text_encoder
 from seps.encoders.layers import something
 from seps.head import SlimHead
@@ -29,7 +30,11 @@ from seps.recipe import PRESETS, Recipe
 from seps.slimming import unit
 from seps.tokens import Tokens
 
-__all__ = ["SepsConfig", "SepsModel", "SepsProcessor", "create", "load"]
+__all__ = ["SepsConfig", "SepsModel", "SepsProcessor", "create", "load", "save_small"]
+
+SHIPPED = Path(__file__).parent / "shipped"
+"""Folders of the models that come with this package."""
+SMALL = "model.int8.safetensors"
 
 GlobalUse = Literal["none", "loss", "score"]
 # Entries of config.json that are the ecosystem's, not ours.
@@ -203,11 +208,11 @@ class SepsModel(PreTrainedModel):
 
     def project_images(self, raw: Tokens) -> Tokens:
         """Kept features of the image backbone -> patches (B,N,C)"""
-        return self.image_encoder.neck(raw)
+        return self.image_encoder.project(raw)
 
     def project_texts(self, raw: Tokens) -> Tokens:
         """Kept features of the text backbone -> words (T,L,C)"""
-        return self.text_encoder.neck(raw)
+        return self.text_encoder.project(raw)
 
     def global_images(self, images: Tokens) -> Tensor:
         """One unit vector an image, its mean patch where there is no global term. -> (B,C)"""
@@ -263,8 +268,8 @@ class SepsModel(PreTrainedModel):
         slow = {
             id(parameter)
             for encoder in (self.image_encoder, self.text_encoder)
-            if not encoder.body.scratch
-            for parameter in encoder.body.parameters()
+            for module in encoder.pretrained()
+            for parameter in module.parameters()
         }
         for parameter in self.parameters():
             if parameter.requires_grad:
@@ -398,13 +403,39 @@ def least(*limits: int | None) -> int | None:
 
 
 def load(name: str | PathLike[str]) -> tuple[SepsModel, SepsProcessor]:
-    """A saved model, ready for evaluation, and its processor, from a folder or the hub."""
-    looks_local = Path(name).is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1
-    if looks_local and not Path(name).expanduser().is_dir():
+    """A saved model, ready for evaluation, and its processor: from a folder, the hub, or this package."""
+    name = str(located(name))
+    if not (Path(name) / SMALL).is_file():
+        model: SepsModel = SepsModel.from_pretrained(name)
+        return model, SepsProcessor.from_pretrained(name)
+    model = SepsModel(SepsConfig.from_pretrained(name))
+    fill_shrunk(model, Path(name) / SMALL, model.packaged())
+    return model.eval(), SepsProcessor.from_pretrained(name)
+
+
+def located(name: str | PathLike[str]) -> str | Path:
+    """Where a model is: a folder, this package for a model that comes with it, or else a hub name."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if (SHIPPED / str(name)).is_dir():
+        return SHIPPED / str(name)
+    if Path(name).is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1:
         raise ValueError(f"{name}: expected a model folder, found none")
-    name = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else str(name)
-    model: SepsModel = SepsModel.from_pretrained(name)
-    return model, SepsProcessor.from_pretrained(name)
+    return str(name)
+
+
+def save_small(model: SepsModel, processor: SepsProcessor, folder: str | PathLike[str]) -> Path:
+    """A model folder with its matrices in eight bits; `load` reads it like any other. -> the weights' file"""
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(place)
+    processor.save_pretrained(place)
+    packaged = model.packaged()
+    write_shrunk(
+        {name: each for name, each in model.state_dict().items() if name not in packaged}, place / SMALL
+    )
+    return place / SMALL
 
 
 AutoConfig.register(SepsConfig.model_type, SepsConfig, exist_ok=True)

@@ -117,8 +117,8 @@ class ModelOptions:
     global_term: Literal["none", "loss", "score"] = "none"
     """One vector an image and a text: none, trained for coarse search, or also part of the score."""
     projections: Literal["random", "cca"] = "random"
-    """Where the projections above frozen backbones start: at random, or at the linear maps under which the
-    mean-pooled features of pictures and captions correlate most (needs data.cache)."""
+    """Where the projections above pre-trained backbones start: at random, or at the linear maps under which
+    the mean-pooled features of pictures and captions correlate most."""
     gradient_checkpointing: bool = False
     """Compute the backbones' activations again in the backward pass instead of keeping them."""
 

