@@ -121,12 +121,20 @@ def test_a_mistake_is_one_sentence_and_code_2(capsys, words, sentence):
     assert err.startswith("seps")
 
 
-def test_an_unknown_key_of_a_yaml_file_is_named(capsys, tmp_path):
-    (tmp_path / "o.yaml").write_text("inner: {rat: 0.25}", encoding="utf-8")
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("inner: {rat: 0.25}", "inner: expected one of rate, steps, found 'rat'"),
+        ("iner: {rate: 0.25}", "options: expected one of place, inner, kind, found 'iner'"),
+        ("inner: 3", "inner: expected options such as rate, found 3"),
+        ("inner: fast", "inner: expected options, found fast"),
+        ("- inner", "config: expected options by name, found - inner"),
+    ],
+)
+def test_a_wrong_key_of_a_yaml_file_is_named_with_those_that_are_right(capsys, tmp_path, text, sentence):
+    (tmp_path / "o.yaml").write_text(text, encoding="utf-8")
     code, _, err = ask(capsys, "try", str(tmp_path / "o.yaml"), "here")
-    assert code == 2
-    assert "'rat'" in err
-    assert len(err.splitlines()) == 1
+    assert (code, err) == (2, f"seps try: {sentence}")
 
 
 def test_other_ends(capsys):

@@ -9,9 +9,9 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, get_type_hints
 
 DEBUG = "SEPS_DEBUG"
 
@@ -48,6 +48,8 @@ COMMANDS: dict[str, Command] = {
     "reid rank": Command("seps.reid.pictures", "RankOptions", "run", "draw its rank lists"),
 }
 
+# How the parser names an option of a YAML file that it does not know.
+UNKNOWN = re.compile(r"^(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?$")
 # What a user can cause, as opposed to what only a defect can.
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)
 
@@ -61,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if not debug:
         for noisy in ("httpx", "httpcore", "urllib3", "matplotlib", "PIL", "filelock"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
+        # Where the hub cannot be reached the error itself says so.
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     name = "seps"
     try:
         if not words or words[0] in ("-h", "--help"):
@@ -152,10 +156,29 @@ def parse(kind: type, words: Sequence[str], name: str = "", description: str = "
     if words and words[0].endswith((".yaml", ".yml")):
         words = ["--config", *words]
     try:
-        values = vars(parser.instantiate(parser.parse_args(words)))
+        parsed = parser.parse_args(words)
+        refuse_bare_sections(kind, parsed)
+        values = vars(parser.instantiate(parsed))
     except ArgumentError as error:
-        raise ValueError(_plain(str(error))) from None
+        raise ValueError(_plain(str(error), kind)) from None
     return kind(**{field.name: values[field.name] for field in fields(kind)})
+
+
+def sections(kind: type) -> dict[str, type]:
+    """The options of a dataclass that are dataclasses themselves."""
+    return {name: hint for name, hint in get_type_hints(kind).items() if is_dataclass(hint)}
+
+
+def refuse_bare_sections(kind: type, values: Any, place: str = "") -> None:
+    """A section of a YAML file holds options, not a value of its own."""
+    for name, inner in sections(kind).items():
+        value = getattr(values, name)
+        if not hasattr(value, "__dict__"):
+            found = "nothing" if value is None else repr(value)
+            raise ValueError(
+                f"{place}{name}: expected options such as {fields(inner)[0].name}, found {found}"
+            )
+        refuse_bare_sections(inner, value, f"{place}{name}.")
 
 
 def spell_out(kind: type, words: Sequence[str]) -> list[str]:
@@ -185,13 +208,30 @@ def sentence(error: BaseException) -> str:
     return text
 
 
-def _plain(text: str) -> str:
+def _plain(text: str, kind: type) -> str:
     """What the parser has to say, in words."""
     text = " ".join(text.split())
+    if unknown := UNKNOWN.match(text):
+        return _unknown(".".join(filter(None, unknown.groups())), kind)
     text = re.sub(r'^(?:Problem in [^:]*: )?Parser key "([^"]+)": ', r"\1: ", text)
+    text = re.sub(r"^(\S+): Unable to load config ['\"](.+?)['\"].*", r"\1: expected options, found \2", text)
+    text = re.sub(r"^Unexpected config: ", "config: expected options by name, found ", text)
     text = re.sub(r"<class '(\w+)'>", r"\1", text)
     text = re.sub(r"typing\.Literal\[(.+?)\]", r"one of \1", text)
     return text.replace(": Expected a ", ": expected ").replace(". Got value: ", ", found ")
+
+
+def _unknown(key: str, kind: type) -> str:
+    """An option that is not there, and those that are in its place."""
+    *path, name = key.split(".")
+    for depth, section in enumerate(path):
+        inner = sections(kind).get(section)
+        if inner is None:
+            path, name = path[:depth], section
+            break
+        kind = inner
+    known = ", ".join(field.name for field in fields(kind))
+    return f"{'.'.join(path) or 'options'}: expected one of {known}, found {name!r}"
 
 
 def _farewell(name: str, text: str, code: int) -> int:
