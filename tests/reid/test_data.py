@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from seps.reid.data import NO_SCENE, Sighting, groups_of, hold_out, read, without_match
+from seps.reid.data import NO_SCENE, Sighting, groups_of, hold_out, opening, read, without_match
 
 FOLDERS = {"rgb": "RGB", "nir": "NI", "tir": "TI"}
 COLOURS = {"rgb": (200, 10, 10), "nir": (10, 200, 10), "tir": (10, 10, 200)}
@@ -154,6 +154,38 @@ def test_a_name_that_does_not_fit(msvr310):
     write(msvr310 / "query3" / "0007" / "vis" / "seven.jpg")
     with pytest.raises(ValueError, match="expected a name such as 0268_s000_v0_000.jpg"):
         read(msvr310)
+
+
+def test_a_refusal_counts_the_others_and_says_how_to_go_on(rgbnt201):
+    for name in ("000258_cam1_0_01.jpg", "000258_cam2_0_02.jpg", "000259_cam1_0_01.jpg"):
+        (rgbnt201 / "test" / "NI" / name).unlink()
+    with pytest.raises(ValueError, match=r"000258_cam1_0_01.jpg: .*, and 2 more; broken \"skip\" goes on"):
+        read(rgbnt201)
+    dataset = read(rgbnt201, broken="skip")
+    assert len(dataset.problems) == 3 and len(dataset.query) == 1
+
+
+def test_pictures_of_other_formats_are_read_and_other_files_are_not(rgbnt100):
+    base = rgbnt100 / "rgbir" / "query"
+    write(base / "0004_c0001_001.PNG", (768, 128))
+    write(base / "0004_c0008_001.jpeg", (768, 128))
+    (base / "._0004_c0001_001.jpg").write_bytes(b"what another system leaves beside a file")
+    (base / "Thumbs.db").write_bytes(b"and another")
+    assert [each.name for each in read(rgbnt100).query] == [
+        "0002_c0001_001.jpg",
+        "0002_c0008_001.jpg",
+        "0004_c0001_001.PNG",
+        "0004_c0008_001.jpeg",
+    ]
+
+
+def test_what_turns_out_unreadable_later_is_refused_or_noted_in_the_same_account(rgbnt201):
+    dataset = read(rgbnt201)
+    with pytest.raises(ValueError, match="one: broken"):
+        opening(dataset, "refuse").meet("one", "broken")
+    for broken in ("skip", "absent"):
+        opening(dataset, broken).meet("one", "broken")
+    assert [str(each) for each in dataset.problems] == ["one: broken"]
 
 
 def test_a_folder_of_no_known_layout(tmp_path):

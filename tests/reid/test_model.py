@@ -161,6 +161,8 @@ def test_saving_and_loading(tmp_path):
         "config.json",
         "model.safetensors",
     ]
+    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert len(modes) == 1  # who may read the configuration may read the weights
     again = load(tmp_path / "model")
     assert (
         not again.training and again.config.recipe == model.config.recipe and again.config.cameras == (0, 3)

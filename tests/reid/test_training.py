@@ -9,9 +9,10 @@ import torch
 from seps.cli import main
 from seps.losses import batch_hard_triplet
 from seps.modalities import reidentification
-from seps.reid.data import hold_out
+from seps.reid.data import FilePicture, hold_out
 from seps.reid.model import load
 from seps.reid.rendered import render_dataset
+from seps.reid.report import EvalOptions
 from seps.reid.training import (
     DataOptions,
     ModelOptions,
@@ -123,6 +124,27 @@ def options(folder, **run) -> TrainOptions:
     )
 
 
+def test_an_unreadable_picture_is_skipped_in_training_and_in_its_measure(tmp_path):
+    """One of the pictures to train on and one of those held out are torn."""
+    (tmp_path / "bad.jpg").write_bytes(b"nothing")
+
+    def torn(sightings):
+        pictures = dict(sightings[0].pictures) | {"nir": FilePicture(tmp_path / "bad.jpg")}
+        return (replace(sightings[0], pictures=pictures), *sightings[1:])
+
+    divided = hold_out(render_dataset(6, 2, 2, size=(64, 32)), 0.34)
+    held = torn(divided.gallery)
+    dataset = replace(divided, train=torn(divided.train), query=held, gallery=held)
+    model = build_model(ModelOptions(**SMALL), dataset)
+    for broken in ("refuse", "skip"):
+        task = ReIdTask(model, dataset, DataOptions(people=3, each=2, broken=broken), ObjectiveOptions())
+        if broken == "refuse":
+            with pytest.raises(ValueError, match="bad.jpg: not a readable image"):
+                task.evaluate()
+    assert task.evaluate()["mAP"] > 0 and len(list(task.loader(0, 0))) == task.steps()
+    assert {each.where for each in dataset.problems} == {dataset.train[0].name, held[0].name}
+
+
 def test_a_run_that_was_broken_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
     whole, _ = train(options(tmp_path / "whole"))
     broken, steps = tmp_path / "broken", 0
@@ -180,6 +202,8 @@ def test_train_eval_and_rank_from_the_command_line(tmp_path, caplog, capsys):
         (lambda: DataOptions(workers=-1), "data.workers"),
         (lambda: ObjectiveOptions(identity_weight=-1), "objective.identity_weight"),
         (lambda: ObjectiveOptions(smoothing=1.0), "objective.smoothing"),
+        (lambda: ObjectiveOptions(margin=-0.1), "objective.margin: expected at least 0 or null, found -0.1"),
+        (lambda: EvalOptions("model", batch_size=0), "batch_size: expected at least 1, found 0"),
         (lambda: small_task(flip=2), "flip: expected a share"),
     ],
 )

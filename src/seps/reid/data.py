@@ -13,12 +13,13 @@ from typing import Literal, Protocol
 from PIL import Image
 
 from seps.data.images import UNREADABLE, open_image
-from seps.data.records import Problems
+from seps.data.records import Problem, Problems
 from seps.modalities import RGB_NIR_TIR
 
 Protocols = Literal["camera", "scene"]
 Broken = Literal["refuse", "skip", "absent"]
 BROKEN = ("refuse", "skip", "absent")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp")
 NO_SCENE = -1
 """The scene of a dataset that knows none."""
 
@@ -78,21 +79,28 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Account:
-    """What to do about a broken item: refuse it, skip the sighting, or take the modality as absent."""
+    """What was broken, and what to do about it: refuse, skip the sighting, or take the modality as absent."""
 
     broken: Broken
-    problems: Problems
+    items: list[Problem] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, broken: Broken) -> Account:
-        """An account that has met nothing yet."""
-        if broken not in BROKEN:
-            raise ValueError(f"broken: expected one of {', '.join(BROKEN)}, found {broken!r}")
-        return cls(broken, Problems("refuse" if broken == "refuse" else "skip"))
+    def __post_init__(self) -> None:
+        if self.broken not in BROKEN:
+            raise ValueError(f"broken: expected one of {', '.join(BROKEN)}, found {self.broken!r}")
 
     def meet(self, where: object, what: str) -> None:
-        """Raises ValueError when broken items are refused; otherwise notes this one."""
-        self.problems.meet(str(where), what)
+        """Note a broken item."""
+        self.items.append(Problem(str(where), what))
+
+    def settle(self) -> Problems:
+        """What is left out; ValueError names the first and counts the others when they are refused."""
+        if self.items and self.broken == "refuse":
+            others = f", and {len(self.items) - 1} more" if len(self.items) > 1 else ""
+            raise ValueError(f'{self.items[0]}{others}; broken "skip" goes on without')
+        problems = Problems("skip")
+        for item in self.items:
+            problems.meet(item.where, item.what)
+        return problems
 
 
 def read(folder: Path | str, layout: str = "auto", broken: Broken = "refuse") -> Dataset:
@@ -112,11 +120,18 @@ def read(folder: Path | str, layout: str = "auto", broken: Broken = "refuse") ->
         layout = found[0]
     if layout not in LAYOUTS:
         raise ValueError(f"layout: expected auto or one of {', '.join(LAYOUTS)}, found {layout!r}")
-    dataset = LAYOUTS[layout][1](place, Account.of(broken))
+    account = Account(broken)
+    dataset = LAYOUTS[layout][1](place, account)
+    dataset = replace(dataset, problems=account.settle())
     for split in ("train", "query", "gallery"):
         if not getattr(dataset, split):
             raise ValueError(f"{place}: expected pictures to {split} in the layout of {layout}, found none")
     return dataset
+
+
+def opening(dataset: Dataset, broken: Broken) -> Problems:
+    """The dataset's account while its pictures are opened: an unreadable one is refused, or noted there."""
+    return Problems("refuse" if broken == "refuse" else "skip", dataset.problems.items)
 
 
 def _read_rgbnt201(place: Path, account: Account) -> Dataset:
@@ -139,7 +154,7 @@ def _read_rgbnt201(place: Path, account: Account) -> Dataset:
 
     test = split("test")
     train = refuse_lone(split("train_171"), account)
-    return Dataset("RGBNT201", train, test, test, "camera", (256, 128), problems=account.problems)
+    return Dataset("RGBNT201", train, test, test, "camera", (256, 128))
 
 
 def _read_rgbnt100(place: Path, account: Account) -> Dataset:
@@ -149,7 +164,7 @@ def _read_rgbnt100(place: Path, account: Account) -> Dataset:
 
     def split(name: str) -> tuple[Sighting, ...]:
         sightings = []
-        for path in sorted((base / name).glob("*.jpg")):
+        for path in _pictures(base / name):
             fields = re.match(r"(-?\d+)_c(\d+)", path.name)
             if fields is None:
                 account.meet(path, "expected a name such as 0539_c0001_009.jpg")
@@ -170,7 +185,7 @@ def _read_rgbnt100(place: Path, account: Account) -> Dataset:
 
     train = refuse_lone(split("bounding_box_train"), account)
     query, gallery = split("query"), split("bounding_box_test")
-    return Dataset("RGBNT100", train, query, gallery, "camera", (128, 256), problems=account.problems)
+    return Dataset("RGBNT100", train, query, gallery, "camera", (128, 256))
 
 
 def _read_msvr310(place: Path, account: Account) -> Dataset:
@@ -193,7 +208,7 @@ def _read_msvr310(place: Path, account: Account) -> Dataset:
 
     train = refuse_lone(split("bounding_box_train"), account)
     query, gallery = split("query3"), split("bounding_box_test")
-    return Dataset("MSVR310", train, query, gallery, "scene", (128, 256), problems=account.problems)
+    return Dataset("MSVR310", train, query, gallery, "scene", (128, 256))
 
 
 # layout -> the folder that tells it, and its reader
@@ -204,9 +219,16 @@ LAYOUTS: dict[str, tuple[str, Callable[[Path, Account], Dataset]]] = {
 }
 
 
+def _pictures(folder: Path) -> list[Path]:
+    """The pictures of a folder, in order."""
+    return sorted(
+        path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+    )
+
+
 def _names(folders: Iterable[Path]) -> list[str]:
     """Names of the pictures that stand in any of some folders, in order."""
-    return sorted({path.name for folder in folders for path in folder.glob("*.jpg")})
+    return sorted({path.name for folder in folders for path in _pictures(folder)})
 
 
 def _sighting(

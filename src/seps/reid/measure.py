@@ -62,6 +62,9 @@ def describe_all(
     """The vectors of all sightings for every feature and absence; the backbone runs once. -> (S,F) each"""
     if not sightings:
         raise ValueError("sightings: expected at least one, found none")
+    known = model.config.modalities
+    if not any(name in sighting.pictures for sighting in sightings for name in known):
+        raise ValueError(f"sightings: expected pictures of {', '.join(known)}, found none")
     choices = list(absent)
     device = next(model.parameters()).device
     found: dict[tuple[Features, Absence], list[Tensor]] = {
@@ -128,12 +131,16 @@ def removed(query: Sighting, gallery: Sequence[Sighting], protocol: Protocols) -
 
 
 def figures_on(
-    model: ReIdModel, query: Sequence[Sighting], gallery: Sequence[Sighting], protocol: Protocols
+    model: ReIdModel,
+    query: Sequence[Sighting],
+    gallery: Sequence[Sighting],
+    protocol: Protocols,
+    problems: Problems | None = None,
 ) -> Mapping[Features, Ranking]:
     """How well each feature does with every modality there."""
     same = list(query) == list(gallery)
-    found = describe_all(model, gallery)
-    asked = found if same else describe_all(model, query)
+    found = describe_all(model, gallery, problems=problems)
+    asked = found if same else describe_all(model, query, problems=problems)
     return {
         kind: rank(distances_of(asked[kind, ()], found[kind, ()]), query, gallery, protocol)
         for kind in compared(model)

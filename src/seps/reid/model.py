@@ -295,15 +295,14 @@ class ReIdModel(nn.Module):
 
     def save(self, folder: PathLike[str] | str) -> None:
         """Write configuration and weights into a folder."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         config = replace(self.config, image_encoder=self.encoder.spec)
         weights = {name: value.contiguous() for name, value in self.state_dict().items()}
-        beside = place / f".{WEIGHTS}.part"
-        save_file(weights, beside, metadata={"format": "pt"})
-        beside.replace(place / WEIGHTS)
+        with written_beside(place / WEIGHTS, "wb") as file:
+            file.write(save(weights, metadata={"format": "pt"}))
         with written_beside(place / CONFIG) as file:
             json.dump(asdict(config), file, indent=2)
 

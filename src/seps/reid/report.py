@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from seps.data.records import Problems, written_beside
 from seps.distributed import choose_device
-from seps.reid.data import Dataset, Protocols, hold_out, without_match
+from seps.reid.data import Account, Broken, Dataset, Protocols, hold_out, opening, without_match
 from seps.reid.measure import Figure, absences, compared, describe_all, distances_of, label, rank
 from seps.reid.model import Features, ReIdModel, load
 from seps.reid.reranking import rerank
@@ -22,26 +22,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Measure a re-identification model: `seps reid eval runs/reid/best --data.folder RGBNT201`."""
+    """Measure a re-identification model: `seps reid eval runs/reid/best --data.folder RGBNT201`.
+
+    Without a folder, on the built-in people. Prints mAP and CMC (R1, R5, R10) of every feature with all
+    modalities, and with some taken away: a row r is measured without rgb, a row nt without nir and tir.
+    """
 
     model: str
-    """The model's folder."""
+    """The model's folder: best/ of its run."""
     data: SightingOptions = field(default_factory=SightingOptions)
     """The data."""
     split: Literal["test", "dev"] = "test"
-    """The test set, or the identities that training held out."""
+    """The test set, or the identities that training held out (with its dev_share and dev_seed)."""
     protocol: Literal["auto", "camera", "scene"] = "auto"
     """What is removed before ranking beside a query's own identity; auto is the dataset's own."""
     missing: bool = True
     """Whether to measure with modalities taken away too."""
     rerank: bool = False
-    """Whether to add k-reciprocal re-ranking."""
+    """Whether to add a line with k-reciprocal re-ranking."""
     report: str | None = None
-    """Folder for report.md and report.json."""
+    """Folder for report.md and report.json, which name what was left out too."""
     batch_size: int = 64
     """Sightings that are described at once."""
     device: str = "auto"
     """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size: expected at least 1, found {self.batch_size}")
 
 
 @dataclass(frozen=True)
@@ -105,17 +113,18 @@ class Report:
             file.write(self.to_markdown())
 
 
-def with_matches(dataset: Dataset, protocol: Protocols, broken: str) -> Dataset:
+def with_matches(dataset: Dataset, protocol: Protocols, broken: Broken) -> Dataset:
     """The dataset with the queries that have a right answer; others are refused, or named and left out."""
-    lost = without_match(dataset.query, dataset.gallery, protocol)
-    account = Problems("refuse" if broken == "refuse" else "skip", dataset.problems.items)
-    for place in lost:
+    lost = set(without_match(dataset.query, dataset.gallery, protocol))
+    if len(lost) == len(dataset.query):
+        raise ValueError(f"query: expected one with a right answer of another {protocol}, found none")
+    account = Account(broken)
+    for place in sorted(lost):
         name = dataset.query[place].name
         account.meet(name, f"expected a right answer of another {protocol} in the gallery, found none")
-    kept = [sighting for place, sighting in enumerate(dataset.query) if place not in set(lost)]
-    if not kept:
-        raise ValueError(f"query: expected one with a right answer of another {protocol}, found none")
-    return replace(dataset, query=tuple(kept))
+    problems = Problems("skip", [*dataset.problems, *account.settle()])
+    kept = tuple(sighting for place, sighting in enumerate(dataset.query) if place not in lost)
+    return replace(dataset, query=kept, problems=problems)
 
 
 def open_split(data: SightingOptions, split: str, protocol: str) -> tuple[Dataset, Protocols]:
@@ -135,11 +144,11 @@ def measure(
     reranked: bool = False,
     batch_size: int = 64,
     workers: int = 0,
-    broken: str = "refuse",
+    broken: Broken = "refuse",
 ) -> list[Figure]:
     """Every feature with every modality there and with some taken away; the model's own re-ranked."""
     choices = absences(model.config.modalities) if missing else [()]
-    problems = Problems("refuse" if broken == "refuse" else "skip", dataset.problems.items)
+    problems = opening(dataset, broken)
     gallery = describe_all(model, dataset.gallery, choices, batch_size, workers, problems, "gallery")
     query = gallery
     if dataset.query != dataset.gallery:

@@ -18,7 +18,7 @@ from seps.losses import batch_hard_triplet, ratio_of
 from seps.modalities import Slimmed, reidentification
 from seps.optimisation import OptimSettings
 from seps.recipe import Recipe, Selection
-from seps.reid.data import Dataset, hold_out
+from seps.reid.data import Dataset, hold_out, opening
 from seps.reid.loading import Examples, IdentitySampler, SightingBatch, batches
 from seps.reid.measure import figures_on
 from seps.reid.model import KINDS, Features, ReIdConfig, ReIdModel, class_of
@@ -101,22 +101,26 @@ class ObjectiveOptions:
     triplet_weight: float = 1.0
     """Weight of the batch-hard triplet loss."""
     margin: float | None = 0.3
-    """Margin of the triplet loss; without one, its smooth form."""
+    """Margin of the triplet loss; null takes its smooth form."""
 
     def __post_init__(self) -> None:
         for name in ("identity_weight", "triplet_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"objective.{name}: expected at least 0, found {getattr(self, name)}")
+        if self.margin is not None and self.margin < 0:
+            raise ValueError(f"objective.margin: expected at least 0 or null, found {self.margin}")
         if not 0 <= self.smoothing < 1:
             raise ValueError(f"objective.smoothing: expected 0 to below 1, found {self.smoothing}")
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Train a re-identification model: `seps reid train --data.folder RGBNT201`, or the built-in data.
+    """Train a re-identification model: `seps reid train --data.folder RGBNT201`.
 
-    Everything may stand in a YAML file and be overridden behind it. The same line again goes on with a run
-    that was broken.
+    Without a folder, on the built-in people. A batch holds P identities (--data.people) with K pictures each
+    (--data.each). Everything may stand in a YAML file and be overridden behind it; --print_config writes such
+    a file. The same line again goes on with a run that was broken. The best model, best/ in the run's folder,
+    is what `seps reid eval` and `seps reid rank` take.
     """
 
     run: FitSettings = field(default_factory=lambda: FitSettings(folder="runs/reid"))
@@ -153,7 +157,7 @@ class ReIdTask:
             raise ValueError(f"model: expected the {len(classes)} identities of the data, found {found}")
         self.classes = torch.tensor([classes[sighting.identity] for sighting in dataset.train])
         self.variation = Variation(data.flip, data.padding, data.erase)
-        self.problems = Problems("refuse" if data.broken == "refuse" else "skip")
+        self.problems = opening(dataset, data.broken)
         self.seed = seed
         self.sampler = IdentitySampler(
             self.classes.tolist(),
@@ -215,7 +219,7 @@ class ReIdTask:
     def evaluate(self) -> dict[str, float]:
         """mAP and CMC on the held-out identities; the score is the mAP of the model's own feature."""
         data = self.dataset
-        found = figures_on(self.model, data.query, data.gallery, data.protocol)
+        found = figures_on(self.model, data.query, data.gallery, data.protocol, self.problems)
         best = found[self.model.config.features]
         figures = {"score": best.mean_average_precision, "mAP": best.mean_average_precision}
         figures |= {f"r{place}": best.at(place) for place in (1, 5, 10)}
@@ -269,16 +273,16 @@ def train(options: TrainOptions, world: World | None = None) -> tuple[Outcome, P
     model = build_model(options.model, dataset)
     task = ReIdTask(model, dataset, options.data, options.objective, options.run.seed, world)
     logger.info(
-        "%s: %d sightings of %d identities to train on, %d of %d held out",
+        "%s: %d sightings of %d identities to train on; held out %d of %d, %d of them as queries",
         dataset.name,
         len(dataset.train),
         model.config.identities,
         len(dataset.gallery),
         len({sighting.identity for sighting in dataset.gallery}),
+        len(dataset.query),
     )
     outcome = fit(task, options.run, options.optim, world, asdict(options))
-    whole.problems.items.extend(task.problems)
-    return outcome, whole.problems
+    return outcome, task.problems
 
 
 def run(options: TrainOptions) -> int:
