@@ -1,14 +1,17 @@
 """Measuring, re-ranking, rank lists: hand-worked values and slow loops."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from seps.reid.data import Sighting
+from seps.data.records import Problems
+from seps.reid.data import FilePicture, Sighting
 from seps.reid.measure import absences, describe_all, distances_of, label, rank, removed
 from seps.reid.model import ReIdConfig, ReIdModel
-from seps.reid.pictures import RIGHT, WRONG, choose, draw_rank_list, show
+from seps.reid.pictures import EMPTY, FRAME, GAP, RIGHT, WRONG, choose, draw_rank_list, show
 from seps.reid.rendered import render_dataset
 from seps.reid.report import Report, measure, with_matches
 from seps.reid.reranking import jaccard, neighbourhoods, reciprocal, rerank
@@ -88,11 +91,12 @@ def test_the_report_has_every_row_and_names_what_was_left_out(model, dataset, tm
 
 
 def test_a_query_without_a_match_is_refused_or_counted(dataset):
-    from dataclasses import replace
-
     lonely = replace(dataset, query=(*dataset.query, sighting(999, 0)))
     with pytest.raises(ValueError, match="999-0-0: expected a right answer of another camera"):
         with_matches(lonely, "camera", "refuse")
+    two = replace(lonely, query=(*lonely.query, sighting(998, 0)))
+    with pytest.raises(ValueError, match="found none, and 1 more; broken"):
+        with_matches(two, "camera", "refuse")
     kept = with_matches(lonely, "camera", "skip")
     assert kept.query == dataset.query and "999-0-0" in str(kept.problems.items[-1])
     with pytest.raises(ValueError, match="found none"):
@@ -158,11 +162,10 @@ def test_reciprocal_neighbours_by_hand():
     assert bool(neighbourhoods(order, 2).all())
 
 
-def test_jaccard_by_hand_and_in_chunks():
+def test_jaccard_by_hand():
     first, second = torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     expected = torch.tensor([[0.0, 1.0], [1 - 0.5 / 1.5, 1 - 0.5 / 1.5]])
     torch.testing.assert_close(jaccard(first, second), expected)
-    torch.testing.assert_close(jaccard(first, second, elements=1), expected)
 
 
 def test_reranking_refuses_shapes_that_do_not_fit():
@@ -187,6 +190,34 @@ def test_a_rank_list_shows_right_and_wrong_and_dims_what_was_dropped(model, data
     whole = np.asarray(dataset.query[0].pictures["nir"].open(), dtype=float).reshape(4, 16, 2, 16, 3)
     dimmed = picture / whole.mean((1, 3, 4)) < 0.5
     assert dimmed.sum() == 3
+
+
+def test_a_rank_list_says_what_is_absent(model, dataset):
+    """The third row of an answer without its thermal picture: its frame is there, the model saw nothing."""
+    query, answer = dataset.query[0], dataset.gallery[0]
+    blind = replace(answer, pictures={name: answer.pictures[name] for name in ("rgb", "nir")})
+    whole = draw_rank_list(show(model, [query, answer]), torch.tensor([0.1]))
+    lame = draw_rank_list(show(model, [query, blind]), torch.tensor([0.1]))
+    assert whole.size == lame.size
+    last = (lame.width - GAP - FRAME - 32 // 2, lame.height - GAP - FRAME - 64 // 2)
+    assert lame.getpixel(last) == EMPTY != whole.getpixel(last)
+    above = (last[0], last[1] - 64 - 2 * FRAME - GAP)
+    assert lame.getpixel(above) == whole.getpixel(above) != EMPTY
+
+
+def test_an_unreadable_picture_is_refused_or_shown_as_absent(model, dataset, tmp_path):
+    (tmp_path / "bad.jpg").write_bytes(b"nothing")
+    torn = dict(dataset.query[0].pictures) | {"nir": FilePicture(tmp_path / "bad.jpg")}
+    sightings = [replace(dataset.query[0], pictures=torn)]
+    with pytest.raises(ValueError, match="bad.jpg"):
+        show(model, sightings)
+    problems = Problems("skip")
+    assert set(show(model, sightings, problems)[0].pictures) == {"rgb", "tir"} and len(problems) == 1
+
+
+def test_sightings_without_any_picture_that_the_model_knows_are_refused(model):
+    with pytest.raises(ValueError, match="sightings: expected pictures of rgb, nir, tir, found none"):
+        describe_all(model, [sighting(1, 1)])
 
 
 def test_queries_are_chosen_by_name_or_spread(dataset):

@@ -10,14 +10,14 @@ from typing import Literal
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from seps.data.images import to_image
-from seps.data.records import written_beside
+from seps.data.records import Problems, written_beside
 from seps.distributed import choose_device
-from seps.reid.data import Sighting
-from seps.reid.loading import Examples
+from seps.reid.data import Sighting, opening
+from seps.reid.loading import Examples, batches, in_order
 from seps.reid.measure import describe_all, distances_of, removed
 from seps.reid.model import ReIdModel, load
 from seps.reid.report import open_split
@@ -25,7 +25,7 @@ from seps.reid.sources import SightingOptions
 
 logger = logging.getLogger(__name__)
 
-RIGHT, WRONG, ASKED = (46, 160, 67), (207, 54, 54), (60, 60, 60)
+RIGHT, WRONG, ASKED, EMPTY = (46, 160, 67), (207, 54, 54), (60, 60, 60), (232, 232, 232)
 FRAME, GAP, CAPTION = 4, 6, 14
 DIMMED = 0.25
 """How much of a dropped patch's colour is left."""
@@ -33,22 +33,26 @@ DIMMED = 0.25
 
 @dataclass(frozen=True)
 class RankOptions:
-    """Draw rank lists with the kept patches: `seps reid rank runs/reid/best ranks`."""
+    """Draw rank lists with the kept patches: `seps reid rank runs/reid/best ranks --data.folder RGBNT201`.
+
+    Without a folder, of the built-in people. Writes a PNG a query: the query, then its nearest answers with
+    their distance, framed green if right and red if wrong; a row a modality, dropped patches darkened.
+    """
 
     model: str
-    """The model's folder."""
+    """The model's folder: best/ of its run."""
     output: str
-    """The folder of the pictures."""
+    """The folder for the pictures."""
     data: SightingOptions = field(default_factory=SightingOptions)
     """The data."""
     split: Literal["test", "dev"] = "test"
-    """The test set, or the identities that training held out."""
+    """The test set, or the identities that training held out (with its dev_share and dev_seed)."""
     protocol: Literal["auto", "camera", "scene"] = "auto"
     """What is removed before ranking beside a query's own identity; auto is the dataset's own."""
     queries: int = 8
     """How many queries, spread over all of them."""
     names: tuple[str, ...] = ()
-    """The queries by name, instead."""
+    """The queries by name instead, such as '[000258_cam1_0_01.jpg]'."""
     depth: int = 8
     """How many answers are shown."""
     device: str = "auto"
@@ -74,20 +78,25 @@ def run(options: RankOptions) -> int:
     model = load(options.model).to(choose_device(options.device))
     dataset, protocol = open_split(options.data, options.split, options.protocol)
     chosen = choose(dataset.query, options.names, options.queries)
-    gallery = describe_all(model, dataset.gallery, workers=options.data.workers, title="gallery")
+    problems = opening(dataset, options.data.broken)
+    gallery = describe_all(
+        model, dataset.gallery, workers=options.data.workers, problems=problems, title="gallery"
+    )
     own = model.config.features
     place = Path(options.output)
     place.mkdir(parents=True, exist_ok=True)
     for query in chosen:
-        vector = describe_all(model, [query], title=query.name)[own, ()]
+        vector = describe_all(model, [query], problems=problems, title=query.name)[own, ()]
         distances = distances_of(vector, gallery[own, ()])[0]
         distances[removed(query, dataset.gallery, protocol)] = torch.inf
         nearest = distances.argsort()[: options.depth].tolist()
         found = [dataset.gallery[i] for i in nearest if torch.isfinite(distances[i])]
-        picture = draw_rank_list(show(model, [query, *found]), distances[nearest])
+        picture = draw_rank_list(show(model, [query, *found], problems), distances[nearest])
         with written_beside(place / f"{Path(query.name).stem}.png", "wb") as file:
             picture.save(file, "png")
     logger.info("%d rank lists: %s", len(chosen), place)
+    if problems:
+        logger.info(problems.summary())
     return 0
 
 
@@ -104,18 +113,16 @@ def choose(query: Sequence[Sighting], names: Sequence[str], count: int) -> list[
 
 
 @torch.no_grad()
-def show(model: ReIdModel, sightings: Sequence[Sighting]) -> list[Shown]:
+def show(model: ReIdModel, sightings: Sequence[Sighting], problems: Problems | None = None) -> list[Shown]:
     """The pictures of sightings with the patches that slimming dropped dimmed."""
     examples = Examples(sightings, model.config.modalities, model.view)
-    batch, problems = examples.collate([examples[i] for i in range(len(sightings))])
-    if problems:
-        raise ValueError(str(problems[0]))
-    device = next(model.parameters()).device
+    batch = next(batches(examples, in_order(len(sightings), len(sightings)), problems=problems))
+    device = next(model.eval().parameters()).device
     encoded = model.encode(
         {name: pixels.to(device) for name, pixels in batch.pixels.items()}, batch.cameras.to(device)
     )
     present = {name: here.to(device) for name, here in batch.present.items()}
-    slim = model.eval().describe(encoded, present).slim
+    slim = model.describe(encoded, present).slim
     return [
         Shown(
             sighting,
@@ -140,22 +147,28 @@ def dim(picture: Image.Image, kept: Tensor, model: ReIdModel) -> Image.Image:
 def draw_rank_list(shown: Sequence[Shown], distances: Tensor) -> Image.Image:
     """The query first, then the answers, nearest first, framed by right and wrong; a row a modality."""
     modalities = list(dict.fromkeys(name for each in shown for name in each.pictures))
-    width, height = next(iter(shown[0].pictures.values())).size
+    width, height = next(picture.size for each in shown for picture in each.pictures.values())
+    font = ImageFont.load_default()
+    margin = GAP + max(round(font.getlength(name)) for name in modalities)
     column = width + 2 * FRAME + GAP
     row = height + 2 * FRAME + GAP
-    sheet = Image.new("RGB", (len(shown) * column + GAP, len(modalities) * row + CAPTION + GAP), "white")
+    size = (margin + GAP + len(shown) * column, CAPTION + GAP + len(modalities) * row)
+    sheet = Image.new("RGB", size, "white")
     pen = ImageDraw.Draw(sheet)
+    for line, name in enumerate(modalities):
+        pen.text((GAP, CAPTION + GAP + line * row + FRAME), name, fill=ASKED, font=font)
     for place, each in enumerate(shown):
-        left = GAP + place * column
+        left = margin + GAP + place * column
         right = each.sighting.identity == shown[0].sighting.identity
         colour = ASKED if place == 0 else RIGHT if right else WRONG
         text = "query" if place == 0 else f"{place}: {float(distances[place - 1]):.2f}"
-        pen.text((left, 2), text, fill=colour)
+        pen.text((left, 2), text, fill=colour, font=font)
         for line, name in enumerate(modalities):
             top = CAPTION + GAP + line * row
-            pen.rectangle(
-                (left, top, left + width + 2 * FRAME - 1, top + height + 2 * FRAME - 1), fill=colour
-            )
+            box = (left, top, left + width + 2 * FRAME - 1, top + height + 2 * FRAME - 1)
+            pen.rectangle(box, fill=EMPTY, outline=colour, width=FRAME)
             if name in each.pictures:
                 sheet.paste(each.pictures[name], (left + FRAME, top + FRAME))
+            else:
+                pen.text((left + 2 * FRAME, top + 2 * FRAME), "absent", fill=ASKED, font=font)
     return sheet

@@ -35,7 +35,7 @@ def rerank(
     ).float()
     # Each row by its own farthest, so that one lonely sighting does not set the scale for all.
     scaled = distances / distances.amax(1, keepdim=True).clamp(min=1e-12)
-    order = scaled.argsort(dim=1, stable=True)
+    order = scaled.argsort(dim=1, stable=True)[:, : max(near + 1, nearest)].clone()
     members = neighbourhoods(order, near)
     weights = (-scaled).exp() * members
     weights = weights / weights.sum(1, keepdim=True)
@@ -47,7 +47,7 @@ def rerank(
 def neighbourhoods(order: Tensor, near: int) -> Tensor:
     """Who is a k-reciprocal neighbour of whom, with those of half the size that overlap by two thirds.
 
-    order (S,S): everyone by growing distance, oneself first -> (S,S) boolean
+    order (S,n): the n > near nearest of everyone, oneself first -> (S,S) boolean
     """
     whole, half = reciprocal(order, near), reciprocal(order, max(1, round(near / 2)))
     sizes = half.sum(1)
@@ -58,18 +58,19 @@ def neighbourhoods(order: Tensor, near: int) -> Tensor:
 
 def reciprocal(order: Tensor, near: int) -> Tensor:
     """Who is among whose `near` nearest and the other way round, oneself included. -> (S,S) boolean"""
-    among = torch.zeros(order.shape, dtype=torch.bool, device=order.device)
+    among = torch.zeros(len(order), len(order), dtype=torch.bool, device=order.device)
     among.scatter_(1, order[:, : near + 1], True)
     return among & among.T
 
 
-def jaccard(first: Tensor, second: Tensor, elements: int = 2**24) -> Tensor:
+def jaccard(first: Tensor, second: Tensor) -> Tensor:
     """One minus the share that two rows of weights, of sum one, have in common. (Q,S), (G,S) -> (Q,G)"""
-    step = max(1, elements // max(1, second.numel()))
-    common = torch.cat(
-        [
-            torch.minimum(first[start : start + step].unsqueeze(1), second).sum(2)
-            for start in range(0, len(first), step)
-        ]
-    )
+    columns = second.T.contiguous()
+    common = torch.stack([in_common(row, columns) for row in first])
     return 1 - common / (2 - common)
+
+
+def in_common(row: Tensor, columns: Tensor) -> Tensor:
+    """Sum of the minimum of a row and each other; only where the row is not zero is there any. (S,), (S,G)"""
+    members = row.nonzero().squeeze(1)
+    return torch.minimum(row[members, None], columns[members]).sum(0)
