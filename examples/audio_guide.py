@@ -48,16 +48,29 @@ def write_sound(path: Path, shape: str, generator: np.random.Generator) -> None:
 
 
 def read_sound(path: Path) -> Tensor:
-    """The samples of a 16-bit mono WAV file of the expected rate, -1 to 1. -> (samples,)"""
+    """The samples of a WAV file of the expected rate, its channels averaged, -1 to 1. -> (samples,)
+
+    Whole-numbered samples of 8, 16, 24 or 32 bits; ValueError says in one sentence what else was found.
+    """
     try:
         with wave.open(str(path), "rb") as file:
-            found = (file.getnchannels(), file.getsampwidth(), file.getframerate())
-            if found != (1, 2, RATE):
-                raise ValueError(f"{path}: expected mono, 2 bytes, {RATE} Hz, found {found}")
-            raw = file.readframes(file.getnframes())
+            channels, width, rate, frames = file.getparams()[:4]
+            raw = np.frombuffer(file.readframes(frames), dtype=np.uint8)
     except (wave.Error, EOFError) as error:
-        raise ValueError(f"{path}: not a WAV file ({error})") from None
-    return torch.from_numpy(np.frombuffer(raw, dtype="<i2").astype(np.float32) / 32768)
+        raise ValueError(f"{path}: expected a PCM WAV file, found {str(error) or 'its end'}") from None
+    if rate != RATE:
+        raise ValueError(f"{path}: expected {RATE} samples a second, found {rate}")
+    if frames == 0:
+        raise ValueError(f"{path}: expected sound, found no sample")
+    if len(raw) != frames * channels * width:
+        raise ValueError(f"{path}: expected {frames} frames, found {len(raw) // (channels * width)}")
+    if width == 1:
+        raw = raw ^ 0x80  # eight bits alone are stored without a sign
+    # Every width becomes the upper bytes of 32 bits.
+    whole = np.zeros((frames * channels, 4), dtype=np.uint8)
+    whole[:, 4 - width :] = raw.reshape(-1, width)
+    samples = whole.view("<i4").reshape(frames, channels).mean(1) / 2**31
+    return torch.from_numpy(samples.astype(np.float32))
 
 
 def mel_filters(bands: int, bins: int, rate: int) -> Tensor:

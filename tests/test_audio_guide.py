@@ -1,6 +1,7 @@
 """The example of a sound as one more guide: real WAV files, the three-guide mix, and what it does."""
 
 import importlib.util
+import re
 import sys
 import wave
 from pathlib import Path
@@ -35,19 +36,53 @@ def test_a_sound_survives_its_file(example, tmp_path):
     assert abs(loudest / example.PITCHES["star"] - 1) < 0.05
 
 
+def put(path: Path, samples: bytes, width: int, channels: int = 1, rate: int = 8000) -> Path:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(width)
+        file.setframerate(rate)
+        file.writeframes(samples)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("width", "samples"),
+    [
+        (1, bytes([0, 128, 192])),  # the only one without a sign
+        (2, bytes([0, 0x80, 0, 0, 0, 0x40])),
+        (3, bytes([0, 0, 0x80, 0, 0, 0, 0, 0, 0x40])),
+        (4, bytes([0, 0, 0, 0x80, 0, 0, 0, 0, 0, 0, 0, 0x40])),
+    ],
+)
+def test_samples_of_any_width_by_hand(example, tmp_path, width, samples):
+    expected = torch.tensor([-1.0, 0.0, 0.5])
+    assert torch.equal(example.read_sound(put(tmp_path / "mono.wav", samples, width)), expected)
+    frames = np.frombuffer(samples, np.uint8).reshape(3, width)
+    silent = np.broadcast_to(frames[1], frames.shape)
+    stereo = np.stack([frames, silent], 1).tobytes()  # averaged with a silent channel
+    assert torch.equal(example.read_sound(put(tmp_path / "two.wav", stereo, width, 2)), expected / 2)
+
+
 def test_a_file_that_is_no_such_sound_meets_one_sentence(example, tmp_path):
-    broken = tmp_path / "broken.wav"
-    broken.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="broken.wav: not a WAV file"):
-        example.read_sound(broken)
-    stereo = tmp_path / "stereo.wav"
-    with wave.open(str(stereo), "wb") as file:
-        file.setnchannels(2)
-        file.setsampwidth(2)
-        file.setframerate(8000)
-        file.writeframes(bytes(8))
-    with pytest.raises(ValueError, match="stereo.wav: expected mono"):
-        example.read_sound(stereo)
+    whole = put(tmp_path / "whole.wav", bytes(range(40)), 2)
+    real = bytearray(whole.read_bytes())
+    real[20] = 3  # the format's number: floating point
+    cases = {
+        "nothing.wav": (b"", "expected a PCM WAV file, found its end"),
+        "text.wav": (b"no sound at all", "expected a PCM WAV file, found file does not start with RIFF id"),
+        "header.wav": (whole.read_bytes()[:30], "expected a PCM WAV file, found its end"),
+        "float.wav": (bytes(real), "expected a PCM WAV file, found unknown format: 3"),
+        "cut.wav": (whole.read_bytes()[:-5], "expected 20 frames, found 17"),
+        "silent.wav": (put(tmp_path / "silent.wav", b"", 2).read_bytes(), "expected sound, found no sample"),
+        "fast.wav": (
+            put(tmp_path / "fast.wav", bytes(8), 2, rate=44100).read_bytes(),
+            "expected 8000 samples a second, found 44100",
+        ),
+    }
+    for name, (content, sentence) in cases.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path / name))}: {sentence}$"):
+            example.read_sound(tmp_path / name)
 
 
 def test_mel_filters_are_triangles_that_cover_the_band(example):
