@@ -19,17 +19,21 @@ from seps.tokens import Tokens
 
 # A dropped patch's logit may lie far above every kept one; no decision receives more than this many times
 # the gradient of the tokens.
-_GRADIENT_BOUND = 100.0
+GRADIENT_BOUND = 100.0
 # The saliency of padding in a softmax: nothing, but finite where an item is nothing but padding.
 _NEVER = -1e30
 
 
 def unit(vectors: Tensor) -> Tensor:
     """Vectors of length one; a zero vector stays zero and receives no gradient. (...,C) -> (...,C)"""
-    squared = vectors.square().sum(-1, keepdim=True)
-    real = squared > 1e-24
-    length = torch.where(real, squared, torch.ones_like(squared)).sqrt()
-    return torch.where(real, vectors / length, torch.zeros_like(vectors))
+    return vectors * inverse_length(vectors)
+
+
+def inverse_length(vectors: Tensor) -> Tensor:
+    """One divided by the length, zero for a zero vector, without gradient there. (...,C) -> (...,1)"""
+    length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    real = length > 1e-12
+    return torch.where(real, torch.where(real, length, 1).reciprocal(), 0)
 
 
 def keep_count(patches: int, ratio: float) -> int:
@@ -48,7 +52,12 @@ def guidance(patches: Tensor, guide: Tensor) -> Tensor:
 
     patches (B,N,C), guide (B,1,C) of the image itself or (1,T,C) of texts -> (B,1,N) or (B,T,N)
     """
-    return unit(guide) @ unit(patches).transpose(1, 2)
+    if len(guide) == 1:
+        # One product for all images, laid out as it comes.
+        products = (unit(guide[0]) @ patches.flatten(0, 1).T).unflatten(1, patches.shape[:2]).transpose(0, 1)
+    else:
+        products = unit(guide) @ patches.transpose(1, 2)
+    return products * inverse_length(patches).transpose(1, 2)
 
 
 def min_max(signal: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -125,7 +134,7 @@ def aggregation_weights(logits: Tensor, decision: Tensor) -> Tensor:
     """
     kept = (decision.detach() > 0).unsqueeze(2)
     top = logits.detach().unsqueeze(1).masked_fill(~kept, -math.inf).amax(-1, keepdim=True)
-    lifted = (logits.unsqueeze(1) - top).clamp(max=math.log(_GRADIENT_BOUND)).exp()
+    lifted = (logits.unsqueeze(1) - top).clamp(max=math.log(GRADIENT_BOUND)).exp()
     raw = decision.unsqueeze(2) * lifted
     return raw / raw.sum(-1, keepdim=True)
 
