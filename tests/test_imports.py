@@ -68,6 +68,7 @@ HEAVY = [
     "rich",
     "PIL",
     "scipy",
+    "torch._dynamo",
     "yaml",
 ]
 

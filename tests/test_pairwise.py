@@ -133,6 +133,18 @@ def test_double_precision_agrees_to_its_own_rounding():
     assert_equal_runs(run(lambda **g: head.inspect(**g).scores, head, given), run(head, head, given), 1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_head_in_half_precision_scores_nearly_alike(path, dtype):
+    """The kernel reads fp32 numbers, whatever the head's own networks are kept in."""
+    head, given = make(RECIPES["paper"])
+    head.to(dtype).train()
+    scores, gradients = run(head, head, given)
+    expected, others = run(lambda **g: head.inspect(**g).scores, head, given)
+    torch.testing.assert_close(scores, expected, rtol=0.02, atol=0.02)
+    for name, gradient in others.items():
+        assert float((gradients[name] - gradient).abs().max()) < 0.05 * float(gradient.abs().max() + 1), name
+
+
 def test_further_guides_take_part(path):
     head, given = make(RECIPES["paper"])
     guides = {"sound": torch.randn(4, 16), "near": torch.randn(4, 16)}
@@ -332,10 +344,13 @@ def test_data_parallel_training_gives_every_parameter_its_gradient(path, tmp_pat
         torch.distributed.destroy_process_group()
 
 
-def test_a_compiled_model_may_hold_the_head(path):
-    head, given = make(RECIPES["plain"])
-    compiled = torch.compile(head, backend="eager")
-    torch.testing.assert_close(compiled(**given), head(**given))
+@pytest.mark.parametrize("name", ["plain", "described"])
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_a_compiled_model_may_hold_the_head(path, name):
+    head, given = make(replace(RECIPES[name], description_dropout=0.0))
+    head.train()
+    compiled = torch.compile(head, backend="aot_eager")
+    assert_equal_runs(run(head, head, given), run(compiled, head, given))
 
 
 def test_training_remembers_inputs_not_pairs(path):

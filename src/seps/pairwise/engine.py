@@ -19,11 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from seps.alignment import Aligner, activate
 from seps.pairwise.native import library
-from seps.pairwise.native.calls import LARGEST_PATCHES, LARGEST_TOP, Meeting, Reading, select_top
+from seps.pairwise.native.calls import Meeting, Reading, select_top
 from seps.pairwise.native.calls import meet as meet_compiled
-from seps.pairwise.prepared import BranchSide, Pieces, Prepared, TokenSet, full_precision
+from seps.pairwise.prepared import Pieces, Prepared, TokenSet, full_precision
 from seps.pairwise.texts import TextSide, Words
-from seps.recipe import Recipe
 from seps.slimming import (
     Branch,
     aggregation_weights,
@@ -48,21 +47,23 @@ class Scored:
     kept: list[Tensor]
 
 
-def saliency(head: Pieces, images: Prepared, side: BranchSide, guides: Sequence[Tensor]) -> Tensor:
-    """The score of every patch for every text (eq. 2, 3). guides (T,C), unit length -> (B,T,N)"""
-    signals = [guidance(images.values, guide.unsqueeze(0)) for guide in guides]
-    if head.recipe.scoring == "mix":
-        signals = [head.recipe.mixing * min_max(signal, images.mask) for signal in signals]
-    return total([side.saliency.unsqueeze(1), *signals])
+def signals(head: Pieces, images: Prepared, texts: TextSide) -> list[Tensor]:
+    """What a text's guides say of the patches, as it enters the saliency (eq. 2, 3). Each (b,t,N)
+
+    The first is its words', the second its dense text's, where that hangs on the texts.
+    """
+    guides = [guide for guide in (texts.guide, texts.dense_guide) if guide is not None]
+    found = [guidance(images.values, guide.unsqueeze(0)) for guide in guides]
+    if head.recipe.scoring == "sum":
+        return found
+    return [head.recipe.mixing * min_max(signal, images.mask) for signal in found]
 
 
-def text_guides(head: Pieces, branch: str, texts: TextSide) -> list[Tensor]:
-    """The texts' vectors that guide a branch. Each (T,C)"""
-    if texts.dense_guide is None:
-        return [texts.guide]
-    if head.recipe.dense == "branch":
-        return [texts.guide if branch == "sparse" else texts.dense_guide]
-    return [texts.guide, texts.dense_guide]
+def heard_by(head: Pieces, branch: str, heard: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Those of the texts' signals that guide a branch."""
+    if head.recipe.dense == "branch" and len(heard) == 2:
+        return [heard[branch == "dense"]]
+    return heard
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,18 @@ class Choice:
 
 
 def decide_pairs(
-    head: Pieces, images: Prepared, texts: TextSide, name: str, rows: Tensor, seed: int
+    head: Pieces,
+    images: Prepared,
+    texts: TextSide,
+    name: str,
+    heard: Sequence[Tensor],
+    rows: Tensor,
+    seed: int,
 ) -> Choice:
     """What a branch decides for every pair of a block; rows (b,) are the images' places in the batch."""
-    score = saliency(head, images, images.branches[name], text_guides(head, name, texts))
+    score = total([images.branches[name].saliency.unsqueeze(1), *heard_by(head, name, heard)])
     patches, present = Tokens(images.values, images.mask), branch_presence(name, images, texts)
-    kernel = compiled(images.values, head.recipe)
+    kernel = compiled(images.values)
     hard = head.recipe.selection == "topk" or not head.slimmer.training
     if kernel is not None and hard:
         decision, residual = select_top(
@@ -95,14 +102,9 @@ def decide_pairs(
     return Choice(decision, residual_weights(score, decision, images.mask), present)
 
 
-def compiled(values: Tensor, recipe: Recipe, precision: Precision = "fp32") -> ctypes.CDLL | None:
-    """The compiled kernel, if there is one and it can do what is asked."""
-    if values.device.type != "cpu" or values.dtype != torch.float32:
-        return None
-    if values.shape[1] > LARGEST_PATCHES or recipe.top_k > LARGEST_TOP:
-        return None
-    kernel = library()
-    return None if kernel is None or (precision == "bf16" and not kernel.has_half()) else kernel
+def compiled(values: Tensor) -> ctypes.CDLL | None:
+    """The compiled kernel, if there is one and it can work on such values."""
+    return library() if values.device.type == "cpu" and values.dtype == torch.float32 else None
 
 
 def branch_presence(name: str, images: Prepared, texts: TextSide) -> Tensor | None:
@@ -114,11 +116,17 @@ def branch_presence(name: str, images: Prepared, texts: TextSide) -> Tensor | No
     return None if images.described is None else images.described.unsqueeze(1)
 
 
-def product(left: Tensor, right: Tensor, precision: Precision) -> Tensor:
-    """Matrix product in a precision; its result is in the precision of left."""
-    if precision == "fp32":
-        return left @ right
-    return (left.bfloat16() @ right.bfloat16()).to(left.dtype)
+def multiply(words: Tensor, values: Tensor, precision: Precision) -> Tensor:
+    """Products of every word with every patch, in the precision itself. (L,C), (B,N,C) -> (L,B,N)"""
+    if precision == "bf16":
+        words, values = words.bfloat16(), values.bfloat16()
+    return (words @ values.flatten(0, 1).T).unflatten(1, values.shape[:2])
+
+
+def multiply_itself(values: Tensor, precision: Precision) -> Tensor:
+    """The Gram matrices of the patches, in the precision of the values. (B,N,C) -> (B,N,N)"""
+    rounded = values.bfloat16() if precision == "bf16" else values
+    return (rounded @ rounded.transpose(1, 2)).to(values.dtype)
 
 
 def meet(
@@ -131,7 +139,7 @@ def meet(
     precision: Precision,
 ) -> Tensor:
     """Eq. 4 and 5 between the tokens that some branches choose together, and the words. -> (b,t)"""
-    kernel = compiled(images.values, aligner.recipe, precision)
+    kernel = compiled(images.values)
     if kernel is None:
         branches = [
             Branch(
@@ -145,23 +153,31 @@ def meet(
         ]
         return meet_plainly(images, gram, token_weights(branches), words, aligner, precision)
     shares = [shares_of(choice) for choice in choices]
-    count = total(shares).clamp(min=1).unsqueeze(2)
     residuals = [
         choice.residual if choice.present is None else choice.residual * share.unsqueeze(2)
         for choice, share in zip(choices, shares, strict=True)
     ]
+    residual = residuals[0]
+    if len(residuals) > 1:
+        residual = total(residuals) / total(shares).clamp(min=1).unsqueeze(2)
+    sides = [words.meet(residual @ images.values)]
+    if images.cls is not None:
+        sides.append(words.features @ unit(images.cls).T)
+    # The kernel makes exact products of the kept patches alone; where they are cheap, or have a gradient, it
+    # is given those of all patches.
+    given = gram is not None and (precision == "bf16" or torch.is_grad_enabled())
     meeting = Meeting(
-        images.values,
-        gram,
-        None if images.cls is None else unit(images.cls),
-        words.features,
         words.lengths,
+        None if given else images.values,
+        None if given else words.features,
+        multiply(words.features, images.values, precision) if given else None,
+        gram,
+        sides,
         logits,
         [choice.decision for choice in choices],
         shares,
-        residuals[0] if len(residuals) == 1 else total(residuals) / count,
     )
-    return meet_compiled(kernel, meeting, read_by(aligner), precision == "bf16")
+    return meet_compiled(kernel, meeting, read_by(aligner))
 
 
 def shares_of(choice: Choice) -> Tensor:
@@ -176,12 +192,13 @@ def read_by(aligner: Aligner) -> Reading:
     """How an aligner reads cosines, for the compiled kernel."""
     recipe = aligner.recipe
     layers: list[Any] = [] if aligner.relevance is None else [aligner.relevance[0], aligner.relevance[2]]
+    # The kernel reads fp32, whatever precision the network is kept in.
     return Reading(
         recipe.affinity == "leaky_relu",
         recipe.pooling != "top",
         recipe.directions != "patch_to_word",
         recipe.directions != "word_to_patch",
-        tuple(tensor for layer in layers for tensor in (layer.weight, layer.bias)),
+        tuple(tensor.float() for layer in layers for tensor in (layer.weight, layer.bias)),
     )
 
 
@@ -194,9 +211,10 @@ def meet_plainly(
     precision: Precision,
 ) -> Tensor:
     """Eq. 5 between the tokens that weights (b,t,J,N) make of the patches, and the words. -> (b,t)"""
-    products = words.pad(product(images.values, words.features.T, precision)).permute(0, 2, 1, 3)
+    found = multiply(words.features, images.values, precision).to(images.values.dtype)
+    products = words.pad(found.permute(1, 2, 0)).permute(0, 2, 1, 3)
     if gram is None:
-        gram = product(images.values, images.values.transpose(1, 2), precision)
+        gram = multiply_itself(images.values, precision)
     squared = ((weights.flatten(1, 2) @ gram).view_as(weights) * weights).sum(-1, keepdim=True)
     real = squared > 1e-24
     length = torch.where(real, squared, torch.ones_like(squared)).sqrt()
@@ -227,7 +245,8 @@ def score_block(
     """Scores of every pair of a block; gram as `gram_of`, start the place of its first image in the batch."""
     names = waiting_here(head, images, texts)
     rows = torch.arange(start, start + len(images), device=images.values.device)
-    choices = {name: decide_pairs(head, images, texts, name, rows, seed) for name in names}
+    heard = signals(head, images, texts)
+    choices = {name: decide_pairs(head, images, texts, name, heard, rows, seed) for name in names}
     kept = [choice.decision.sum() for choice in choices.values()]
     scores = images.values.new_zeros(len(images), len(texts))
     for group in [[name] for name in names] if head.recipe.dense == "branch" else [list(names)]:
@@ -280,7 +299,6 @@ def score(
         return score_pairs(head, prepared, TextSide.of(texts, dense), budget, precision)[0]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def score_pairs(
     head: Pieces,
     images: Prepared,
@@ -290,6 +308,11 @@ def score_pairs(
     seed: int = 0,
 ) -> tuple[Tensor, list[Tensor]]:
     """Scores of all pairs and the share of patches each branch kept, block by block."""
+    if torch.compiler.is_compiling():
+        # Blocks, their sizes and the kernel are no matter of a graph. (As a decorator, `disable` would load
+        # the whole compiler whenever this module is imported.)
+        uncompiled = torch.compiler.disable(score_pairs)
+        return uncompiled(head, images, texts, budget, precision, seed)
     if precision not in get_args(Precision):
         raise ValueError(f"precision: expected one of {', '.join(get_args(Precision))}, found {precision!r}")
     height, width = block_size(head, images, texts, budget, precision)
@@ -317,7 +340,7 @@ def gram_of(head: Pieces, images: Prepared, texts: TextSide, precision: Precisio
 
     That is so where an image meets too few texts for its Gram matrix to pay, or texts of many words.
     """
-    if compiled(images.values, head.recipe, precision) is not None and not torch.is_grad_enabled():
+    if precision == "fp32" and compiled(images.values) is not None and not torch.is_grad_enabled():
         patches, channels = images.values.shape[1:]
         tokens, kept = head.slimmer.tokens, keep_count(patches, head.recipe.keep_ratio)
         words = texts.words if texts.dense_words is None else texts.dense_words
@@ -326,7 +349,7 @@ def gram_of(head: Pieces, images: Prepared, texts: TextSide, precision: Precisio
         multiplied = kept * channels * mean + tokens * kept * (kept / 2 + mean)
         if built < multiplied + patches**2 * channels / len(texts):
             return None
-    return product(images.values, images.values.transpose(1, 2), precision)
+    return multiply_itself(images.values, precision)
 
 
 def score_again(
@@ -366,13 +389,22 @@ def block_size(
         budget = default_budget(images.values.device)
     if budget < 1:
         raise ValueError(f"budget: expected a positive number of bytes, found {budget}")
-    patches, tokens = images.values.shape[1], head.slimmer.tokens + 2
-    pair = 8 * len(images.branches) * patches
-    if compiled(images.values, head.recipe, precision) is None:
-        longest = max(*texts.words.lengths, *(texts.dense_words.lengths if texts.dense_words else ()), 1)
-        pair += 3 * tokens * patches * len(images.branches) + 3 * longest * (patches + 3 * tokens)
-    pair *= images.values.element_size() * (4 if torch.is_grad_enabled() else 1)
+    patches, channels = images.values.shape[1:]
+    tokens, branches, training = head.slimmer.tokens + 2, len(images.branches), torch.is_grad_enabled()
+    lengths = (*texts.words.lengths, *(texts.dense_words.lengths if texts.dense_words else ()))
+    pair = 8 * branches * patches + channels
+    if compiled(images.values) is None:
+        longest = max(*lengths, 1)
+        pair += 3 * tokens * patches * branches + 3 * longest * (patches + 3 * tokens)
+    elif training or precision == "bf16":
+        pair += 2 * patches * max(1, sum(lengths) // len(lengths))
+    pair *= images.values.element_size() * (4 if training else 1)
     pairs = max(1, budget // pair)
     # Both sides of a block amortise the other's reading; images are the heavier ones.
-    width = min(len(texts), pairs, max(64, pairs // 16))
-    return max(1, min(len(images), pairs // width)), width
+    width = even(len(texts), min(pairs, max(64, pairs // 16)))
+    return even(len(images), max(1, pairs // width)), width
+
+
+def even(count: int, most: int) -> int:
+    """The size of the fewest blocks of at most so many that share a count evenly."""
+    return -(-count // -(-count // most))

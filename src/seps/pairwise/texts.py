@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from seps.slimming import unit
+from seps.slimming import inverse_length, unit
 from seps.tokens import Tokens
 
 
@@ -21,11 +22,16 @@ class Words:
     lengths: tuple[int, ...]
 
     @classmethod
-    def pack(cls, texts: Tokens) -> Words:
-        """Words of texts without their padding."""
-        features = unit(texts.features)
-        packed = features.flatten(0, 1) if texts.mask is None else features[texts.mask]
-        return cls(packed, tuple(texts.lengths.tolist()))
+    def pack(cls, texts: Tokens, order: Tensor | None = None) -> Words:
+        """Words of texts without their padding; order (T,) holds the texts' places, as they stand if None."""
+        count, longest = texts.features.shape[:2]
+        device = texts.features.device
+        order = torch.arange(count, device=device) if order is None else order
+        places = order.unsqueeze(1) * longest + torch.arange(longest, device=device)
+        if texts.mask is not None:
+            places = places[texts.mask[order]]
+        packed = texts.features.flatten(0, 1).index_select(0, places.flatten())
+        return cls(unit(packed), tuple(texts.lengths[order].tolist()))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -48,6 +54,18 @@ class Words:
         spread = packed[..., places].unflatten(-1, self.mask.shape)
         return spread.masked_fill(~self.mask, 0)
 
+    def meet(self, tokens: Tensor) -> Tensor:
+        """Cosines of every word with the token that each image has for the word's text. (B,T,C) -> (L,B)"""
+        columns = (tokens * inverse_length(tokens)).permute(1, 2, 0)
+        met: list[Tensor] = []
+        text = word = 0
+        for length, run in groupby(self.lengths):
+            texts = len(list(run))
+            words = self.features[word : word + texts * length].unflatten(0, (texts, length))
+            met.append((words @ columns[text : text + texts]).flatten(0, 1))
+            text, word = text + texts, word + texts * length
+        return torch.cat(met)
+
 
 @dataclass(frozen=True)
 class TextSide:
@@ -68,18 +86,14 @@ class TextSide:
     def of(cls, texts: Tokens, dense: Tokens | None = None) -> TextSide:
         """The text side in order of length, so that neighbours pad little."""
         index = texts.lengths.argsort(stable=True)
-        texts = texts[index]
-        plain = cls(Words.pack(texts), unit(texts.mean().detach()), index)
+        plain = cls(Words.pack(texts, index), unit(texts.detach().mean()[index]), index)
         if dense is None:
             return plain
-        dense = dense[index]
-        return cls(
-            plain.words,
-            plain.guide,
-            index,
-            Words.pack(dense),
-            unit(dense.mean().detach()),
-            None if dense.mask is None else dense.present,
+        return replace(
+            plain,
+            dense_words=Words.pack(dense, index),
+            dense_guide=unit(dense.detach().mean()[index]),
+            described=None if dense.mask is None else dense.present[index],
         )
 
     def __len__(self) -> int:

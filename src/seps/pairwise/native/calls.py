@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,22 +13,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from seps.slimming import _GRADIENT_BOUND
+from seps.slimming import GRADIENT_BOUND
 
 _COUNTS = (
-    "images", "texts", "patches", "channels", "tokens", "branches", "has_cls", "threads",
-    "every_patch", "leaky", "mean", "top", "words_side", "tokens_side",
-    "bound",
+    "images", "texts", "patches", "channels", "tokens", "others", "branches", "threads",
+    "every_patch", "half", "leaky", "mean", "top", "words_side", "tokens_side", "bound",
 )  # fmt: skip
 _ARRAYS = (
-    "values", "gram", "cls", "words", "half_values", "half_words", "offsets",
+    "values", "gram", "words", ("sides", 2), "products", "offsets",
     ("logits", 2), ("lifted", 2), ("decisions", 2), ("shares", 2),
-    "residual", "first_weight", "first_bias", "second_weight", "second_bias", "scores", "upstream",
-    "d_values", "d_gram", "d_cls", "d_words", ("d_logits", 2), ("d_decisions", 2), "d_residual",
-    "d_relevance",
+    "first_weight", "first_bias", "second_weight", "second_bias", "scores", "upstream",
+    "d_products", "d_gram", ("d_sides", 2), ("d_logits", 2), ("d_decisions", 2), "d_relevance",
 )  # fmt: skip
-# The kernel keeps a pair's rows on its stack.
-LARGEST_PATCHES, LARGEST_TOP = 4096, 64
+# Floats in a vector of the kernel.
+_WIDTH = 16
 
 
 class _Problem(ctypes.Structure):
@@ -57,25 +56,27 @@ class Reading:
 class Meeting:
     """The tensors of some pairs: what `meet` is about.
 
-    values (B,N,C); gram (B,N,N), or None to build the tokens; cls (B,C) of unit length or None; words (L,C)
-    of unit length in texts of some lengths; logits (B,J,N), decisions (B,T,N) and shares (B,T) of one or two
-    branches; residual (B,T,N).
+    lengths of the texts in words, L of them in all. Either values (B,N,C) and words (L,C), or the products
+    (L,B,N) of both. gram (B,N,N), or None to build the tokens from the values. sides, each (L,B): the words'
+    cosines with the tokens that are not aggregated. logits (B,J,N), decisions (B,T,N) and shares (B,T) of one
+    or two branches.
     """
 
-    values: Tensor
-    gram: Tensor | None
-    cls: Tensor | None
-    words: Tensor
     lengths: tuple[int, ...]
+    values: Tensor | None
+    words: Tensor | None
+    products: Tensor | None
+    gram: Tensor | None
+    sides: Sequence[Tensor]
     logits: Sequence[Tensor]
     decisions: Sequence[Tensor]
     shares: Sequence[Tensor]
-    residual: Tensor
 
 
-def widen(tensor: Tensor, multiple: int = 32) -> Tensor:
-    """The last axis padded with zeros to a multiple; contiguous."""
-    return functional.pad(tensor, (0, -tensor.shape[-1] % multiple)).contiguous()
+def widen(tensor: Tensor, size: int | None = None) -> Tensor:
+    """The last axis padded with zeros to a size, or to whole vectors; contiguous."""
+    short = -tensor.shape[-1] % _WIDTH if size is None else size - tensor.shape[-1]
+    return (functional.pad(tensor, (0, short)) if short else tensor).contiguous()
 
 
 @dataclass(frozen=True)
@@ -83,24 +84,30 @@ class Plan:
     """What of a call is no tensor, and how its tensors lie in a row."""
 
     lengths: tuple[int, ...]
+    others: int
     branches: int
     reading: Reading
-    half: bool
 
-    @property
-    def place_of_decisions(self) -> int:
-        """Where the decisions begin: after the meeting's five tensors, the network's four, the logits."""
-        return 9 + self.branches
+    @staticmethod
+    def of(meeting: Meeting, reading: Reading) -> tuple[Plan, list[Tensor | None]]:
+        """The plan of a meeting, and its tensors in a row."""
+        plan = Plan(meeting.lengths, len(meeting.sides), len(meeting.logits), replace(reading, relevance=()))
+        fixed = (meeting.values, meeting.words, meeting.products, meeting.gram)
+        relevance = reading.relevance or [None] * 4
+        lists = (*meeting.sides, *meeting.logits, *meeting.decisions, *meeting.shares)
+        return plan, [*fixed, *relevance, *lists]
 
-    def assemble(self, tensors: Sequence[Any]) -> tuple[Meeting, Reading]:
-        """The meeting and its reading from tensors in a row."""
-        values, gram, cls, words, residual, *rest = tensors
-        relevance = tuple(each for each in rest[:4] if each is not None)
-        logits, decisions, shares = (
-            rest[4 + place * self.branches : 4 + (place + 1) * self.branches] for place in range(3)
-        )
-        meeting = Meeting(values, gram, cls, words, self.lengths, logits, decisions, shares, residual)
-        return meeting, replace(self.reading, relevance=relevance)
+    def split(self, row: Sequence[Any]) -> list[Sequence[Any]]:
+        """A row in its parts: the fixed ones, the relevance network, sides, logits, decisions, shares."""
+        sizes = (4, 4, self.others, self.branches, self.branches, self.branches)
+        ends = list(accumulate(sizes))
+        return [row[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    def assemble(self, row: Sequence[Any]) -> tuple[Meeting, Reading]:
+        """The meeting and its reading."""
+        fixed, relevance, *lists = self.split(row)
+        network = tuple(each for each in relevance if each is not None)
+        return Meeting(self.lengths, *fixed, *lists), replace(self.reading, relevance=network)
 
 
 class Meet(torch.autograd.Function):
@@ -112,8 +119,8 @@ class Meet(torch.autograd.Function):
         ctx.library, ctx.plan = library, plan
         ctx.save_for_backward(*tensors)
         meeting, reading = plan.assemble(tensors)
-        scores = torch.empty(len(meeting.values), len(meeting.lengths))
-        run(library.meet, meeting, reading, {**arrays(meeting, reading, plan.half), "scores": scores})
+        scores = torch.empty(meeting.decisions[0].shape[:2])
+        run(library.meet, meeting, reading, {**arrays(meeting, reading), "scores": scores})
         return scores
 
     @staticmethod
@@ -121,10 +128,9 @@ class Meet(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         """The gradients of the plan's tensors; every pair is computed again."""
         meeting, reading = ctx.plan.assemble(ctx.saved_tensors)
-        given = arrays(meeting, reading, ctx.plan.half)
-        branches = ctx.plan.branches
-        every_patch = any(ctx.needs_input_grad[2 + ctx.plan.place_of_decisions + b] for b in range(branches))
-        found = gradients(given, meeting, reading)
+        given = arrays(meeting, reading)
+        every_patch = any(ctx.plan.split(ctx.needs_input_grad[2:])[4])
+        found = gradients(given, reading)
         run(
             ctx.library.meet_backward,
             meeting,
@@ -132,78 +138,62 @@ class Meet(torch.autograd.Function):
             {**given, **found, "upstream": upstream.contiguous()},
             every_patch,
         )
-        channels, patches = meeting.values.shape[2], meeting.values.shape[1]
+        tokens, branches = meeting.logits[0].shape[1], ctx.plan.branches
         relevance: list[Tensor | None] = [None] * 4
         if reading.relevance:
-            sizes = [each.numel() for each in reading.relevance]
-            parts = found["d_relevance"].split(sizes)
+            parts = found["d_relevance"].split([each.numel() for each in reading.relevance])
             relevance = [part.view_as(each) for part, each in zip(parts, reading.relevance, strict=True)]
         return (
             None,
             None,
-            found["d_values"][..., :channels],
-            found["d_gram"][..., :patches],
-            None if meeting.cls is None else found["d_cls"][..., :channels],
-            found["d_words"][..., :channels],
-            found["d_residual"],
+            None,
+            None,
+            found["d_products"],
+            found["d_gram"],
             *relevance,
-            *(each[..., :patches] for each in found["d_logits"]),
+            *found["d_sides"],
+            *(each[..., :tokens].transpose(1, 2) for each in found["d_logits"]),
             *(found["d_decisions"] if every_patch else [None] * branches),
             *[None] * branches,
         )
 
 
-def meet(library: ctypes.CDLL, meeting: Meeting, reading: Reading, half: bool) -> Tensor:
-    """Eq. 4 and 5 of every pair, with gradients to all but the shares. -> (B,T)"""
-    return Meet.apply(
-        library,
-        Plan(meeting.lengths, len(meeting.logits), replace(reading, relevance=()), half),
-        meeting.values,
-        meeting.gram,
-        meeting.cls,
-        meeting.words,
-        meeting.residual,
-        *(reading.relevance or [None] * 4),
-        *meeting.logits,
-        *meeting.decisions,
-        *meeting.shares,
-    )
+def meet(library: ctypes.CDLL, meeting: Meeting, reading: Reading) -> Tensor:
+    """Eq. 4 and 5 of every pair; where products and Gram matrices are given it has a gradient. -> (B,T)"""
+    plan, row = Plan.of(meeting, reading)
+    return Meet.apply(library, plan, *row)
 
 
-def gradients(given: Mapping[str, Any], meeting: Meeting, reading: Reading) -> dict[str, Any]:
+def gradients(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
     """Room for the gradients of everything the kernel was given."""
     count = sum(each.numel() for each in reading.relevance)
     return {
-        "d_values": torch.zeros_like(given["values"]),
+        "d_products": torch.zeros(given["products"].shape),
         "d_gram": torch.zeros_like(given["gram"]),
-        "d_cls": None if given["cls"] is None else torch.zeros_like(given["cls"]),
-        "d_words": torch.zeros_like(given["words"]),
+        "d_sides": [torch.zeros_like(each) for each in given["sides"]],
         "d_logits": [torch.zeros_like(each) for each in given["logits"]],
-        "d_decisions": [torch.zeros_like(each) for each in meeting.decisions],
-        "d_residual": torch.zeros_like(meeting.residual),
+        "d_decisions": [torch.zeros_like(each) for each in given["decisions"]],
         "d_relevance": torch.zeros(count) if count else None,
     }
 
 
-def arrays(meeting: Meeting, reading: Reading, half: bool) -> dict[str, Any]:
-    """The tensors as the kernel wants them: contiguous, with rows of whole vectors."""
-    values, words = widen(meeting.values), widen(meeting.words)
+def arrays(meeting: Meeting, reading: Reading) -> dict[str, Any]:
+    """The tensors as the kernel wants them: contiguous, with rows of whole vectors, tokens in lanes."""
+    line = meeting.logits[0].shape[1] + len(meeting.sides)
+    line += -line % _WIDTH
     lifted = [(logits - logits.amax(-1, keepdim=True)).exp() for logits in meeting.logits]
-    offsets = torch.tensor([0, *meeting.lengths]).cumsum(0)
     relevance: Sequence[Tensor | None] = [each.contiguous() for each in reading.relevance] or [None] * 4
     return {
-        "values": values,
-        "gram": None if meeting.gram is None else widen(meeting.gram, 16),
-        "cls": None if meeting.cls is None else widen(meeting.cls),
-        "words": words,
-        "half_values": values.bfloat16() if half else None,
-        "half_words": words.bfloat16() if half else None,
-        "offsets": offsets,
-        "logits": [widen(logits, 16) for logits in meeting.logits],
-        "lifted": [widen(each, 16) for each in lifted],
+        "values": None if meeting.values is None else widen(meeting.values),
+        "words": None if meeting.words is None else widen(meeting.words),
+        "products": None if meeting.products is None else meeting.products.contiguous(),
+        "gram": None if meeting.gram is None else meeting.gram.contiguous(),
+        "sides": [side.contiguous() for side in meeting.sides],
+        "offsets": torch.tensor([0, *meeting.lengths]).cumsum(0),
+        "logits": [widen(each.transpose(1, 2), line) for each in meeting.logits],
+        "lifted": [widen(each.transpose(1, 2), line) for each in lifted],
         "decisions": [decision.contiguous() for decision in meeting.decisions],
         "shares": [share.contiguous() for share in meeting.shares],
-        "residual": meeting.residual.contiguous(),
         **dict(zip(("first_weight", "first_bias", "second_weight", "second_bias"), relevance, strict=True)),
     }
 
@@ -216,22 +206,24 @@ def run(
     every_patch: bool = False,
 ) -> None:
     """Call a function of the kernel on named arrays."""
+    images, tokens, patches = meeting.logits[0].shape
     problem = _Problem(
-        images=len(meeting.values),
+        images=images,
         texts=len(meeting.lengths),
-        patches=meeting.values.shape[1],
-        channels=given["values"].shape[2],
-        tokens=meeting.logits[0].shape[1],
+        patches=patches,
+        channels=0 if given["words"] is None else given["words"].shape[-1],
+        tokens=tokens,
+        others=len(meeting.sides),
         branches=len(meeting.logits),
-        has_cls=meeting.cls is not None,
         threads=torch.get_num_threads(),
         every_patch=every_patch,
+        half=meeting.products is not None and meeting.products.dtype == torch.bfloat16,
         leaky=reading.leaky,
         mean=reading.mean,
         top=reading.relevance[0].shape[1] if reading.relevance else 0,
         words_side=reading.words_side,
         tokens_side=reading.tokens_side,
-        bound=int(_GRADIENT_BOUND),
+        bound=int(GRADIENT_BOUND),
     )
     for name, value in given.items():
         if isinstance(value, list):
@@ -247,15 +239,16 @@ def select_top(
     library: ctypes.CDLL, saliency: Tensor, keep: Tensor, mask: Tensor | None, residual: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`top_mask` of the saliency and, if asked for, its `residual_weights`. (B,T,N) -> twice the same"""
-    images, texts, patches = saliency.shape
-    saliency, keep = saliency.detach().contiguous(), keep.long().contiguous()
-    decision = torch.empty_like(saliency)
-    rest = torch.empty_like(saliency) if residual else None
+    saliency, keep = saliency.detach(), keep.long().contiguous()
+    if saliency.stride(2) != 1:
+        saliency = saliency.contiguous()
+    decision = torch.empty(saliency.shape)
+    rest = torch.empty(saliency.shape) if residual else None
     mask = None if mask is None else mask.contiguous()
-    sizes = [ctypes.c_int64(n) for n in (images * texts, texts, patches, torch.get_num_threads())]
+    sizes = [*saliency.shape, *saliency.stride()[:2], torch.get_num_threads()]
     pointers = [
         ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
         for tensor in (saliency, keep, mask, decision, rest)
     ]
-    library.select_top(*pointers[:3], *sizes, *pointers[3:])
+    library.select_top(*pointers[:3], *map(ctypes.c_int64, sizes), *pointers[3:])
     return decision, rest
