@@ -1,9 +1,10 @@
 """Tokens as bytes and back."""
 
+import pyarrow as pa
 import pytest
 import torch
 
-from seps.gallery.packing import pack, unpack
+from seps.gallery.packing import pack, unpack, unpack_column
 from seps.tokens import Tokens
 
 
@@ -45,6 +46,16 @@ def test_mixed_precisions_and_lengths_may_stand_together():
     assert torch.allclose(read.features[1], other[0], atol=2e-3)
 
 
+def test_a_column_is_read_where_it_lies():
+    alike = pack(Tokens(torch.randn(5, 3, 8)))
+    mixed = pack(Tokens.padded(torch.randn(4, 6, 8), [6, 2, 0, 3]))
+    for items in (alike, mixed, pack(Tokens(torch.randn(2, 3, 8)), "fp16")):
+        column = pa.array([b"before", *items], pa.binary()).slice(1)
+        read, expected = unpack_column(column, 8), unpack(items, 8)
+        assert torch.equal(read.features, expected.features)
+        assert read.lengths.tolist() == expected.lengths.tolist()
+
+
 def test_a_token_of_zeros_stays_zero():
     assert unpack(pack(Tokens(torch.zeros(1, 2, 8))), 8).features.abs().max() == 0
 
@@ -52,8 +63,11 @@ def test_a_token_of_zeros_stays_zero():
 @pytest.mark.parametrize("cut", [1, 40])
 def test_torn_bytes_are_refused(cut):
     packed = pack(Tokens(torch.randn(1, 3, 8)))[0]
+    torn = packed[:-cut] if cut == 1 else packed + b"x"
     with pytest.raises(ValueError, match="packed tokens: expected 42 bytes"):
-        unpack([packed[:-cut] if cut == 1 else packed + b"x"], 8)
+        unpack([torn], 8)
+    with pytest.raises(ValueError, match="packed tokens: expected items of one length"):
+        unpack([torn, packed], 8)
 
 
 def test_an_unknown_precision_is_refused():

@@ -1,69 +1,143 @@
-"""The first stage: what proposes, what narrows, and that few candidates are enough where it is right."""
+"""The first stage: what proposes, what ranks the proposals, and that few candidates are enough."""
 
+import pyarrow as pa
 import pytest
 import torch
-from gallery_making import make_gallery, make_model
+from gallery_making import make_folder, make_gallery, make_model, sentence
 
-from seps.gallery import searching
+from seps.gallery import Gallery, proposing, searching
+from seps.gallery.proposing import by_sketches, fuse, propose, scored_roughly
 from seps.gallery.rows import mean_word
-from seps.gallery.searching import narrow, propose, tokens_of
+from seps.gallery.searching import tokens_of
+from seps.gallery.sketching import sketch, typical_text, word_scores
 from seps.slimming import unit
 from seps.tokens import Tokens
 
 TEXT = "a small red boat near the sea"
+COUNT = 40
+
+
+@pytest.fixture(scope="module", params=["described", "paper", "released", "laps"])
+def gallery(request, tmp_path_factory):
+    return make_gallery(tmp_path_factory.mktemp(request.param), COUNT, request.param)
 
 
 @pytest.fixture(scope="module")
-def gallery(tmp_path_factory):
-    return make_gallery(tmp_path_factory.mktemp("matched"), 40)
+def matched(tmp_path_factory):
+    return make_gallery(tmp_path_factory.mktemp("matched"), COUNT)
 
 
-def test_narrowing_ranks_by_the_descriptions_own_term(gallery):
-    """The same numbers as the head's, all but for the pictures that have no description."""
-    words = gallery.encode_texts([TEXT])
-    rows = gallery.store.fetch(
-        [row["id"] for batch in gallery.store.scan(["id"]) for row in batch.to_pylist()],
-        ["patches", "words", "description"],
-    )
-    images, dense = tokens_of(gallery.model, rows)
+def all_rows(gallery):
+    ids = [row["id"] for batch in gallery.store.scan(["id"]) for row in batch.to_pylist()]
+    return gallery.store.fetch(ids, ["patches", "words", "sketch", "pixel_vector", "description"])
+
+
+def test_a_sketch_is_exact_for_the_typical_text(gallery):
+    """With the guide it was made with, nothing is left to differ but sixteen bits."""
+    model, rows = gallery.model, all_rows(gallery)
+    images, dense = tokens_of(model, rows)
+    typical = typical_text(model, gallery.processor)
     with torch.no_grad():
-        terms = gallery.model.head.inspect(images, words, dense).word_scores[:, 0]
-    described = [
-        (term, row["id"]) for term, row in zip(terms.tolist(), rows.to_pylist(), strict=True) if row["words"]
-    ]
-    expected = [item for _, item in sorted(described, key=lambda pair: -pair[0])]
-    found = narrow(gallery.store, gallery.model, words, [item for _, item in described], 10)
-    assert found == expected[:10]
+        expected = model.score(images, typical, dense)[:, 0].tolist()
+    packed = pa.array(sketch(model, images, dense, typical, "fp16"), pa.binary())
+    rows = rows.set_column(rows.schema.get_field_index("sketch"), "sketch", packed)
+    scored = scored_roughly(model, rows.to_batches(), typical)[0]
+    assert [scored[item] for item in rows.column("id").to_pylist()] == pytest.approx(expected, abs=2e-3)
 
 
-def test_candidates_are_few_unique_and_of_both_kinds(gallery):
+def test_a_sketch_ranks_a_query_nearly_as_the_exact_score_does(gallery):
+    exact = [hit.id for hit in gallery.search(TEXT, k=5, exact=True)]
     words = gallery.encode_texts([TEXT])
-    with torch.inference_mode():
-        found = propose(gallery.store, gallery.model, TEXT, words, 12, None)
-        pixel = gallery.model.global_texts(words)[0].tolist()
+    assert set(exact) <= set(propose(gallery.store, gallery.model, [TEXT], words, 20, None)[0])
+
+
+def test_rough_scores_carry_the_global_term_and_the_global_weight(tmp_path):
+    model, processor = make_model(global_term="score", global_weight=3.0)
+    gallery = Gallery.create(tmp_path / "g", model, processor)
+    gallery.add(make_folder(tmp_path / "photos", 9))
+    rows = all_rows(gallery)
+    images, dense = tokens_of(model, rows)
+    typical = typical_text(model, processor)
+    with torch.no_grad():
+        expected = model.score(images, typical, dense)[:, 0].tolist()
+    scored = scored_roughly(model, rows.to_batches(), typical)[0]
+    assert [scored[item] for item in rows.column("id").to_pylist()] == pytest.approx(expected, abs=0.05)
+
+
+def test_the_words_term_is_the_heads(matched):
+    """The same numbers as the head's, for pictures with and without a description."""
+    words = matched.encode_texts([TEXT, sentence(3)])
+    rows = all_rows(matched)
+    images, dense = tokens_of(matched.model, rows)
+    with torch.no_grad():
+        seen = matched.model.head.inspect(images, words, dense)
+    found = word_scores(matched.model, rows.column("words").to_pylist(), words, seen.patch_scores)
+    assert torch.allclose(found, seen.word_scores, atol=1e-4)
+
+
+def test_candidates_are_few_and_unique(matched):
+    found = propose(matched.store, matched.model, [TEXT], matched.encode_texts([TEXT]), 12, None)[0]
     assert len(found) == len(set(found)) == 12
-    by_pixels = [item for item, _ in gallery.store.nearest("pixel_vector", pixel, 3)]
-    assert found[:3] == by_pixels
 
 
-def test_a_narrow_filter_loses_nothing(gallery):
-    words = gallery.encode_texts([TEXT])
-    with torch.inference_mode():
-        found = propose(gallery.store, gallery.model, TEXT, words, 12, "name < '0005.png'")
-    assert len(found) == 5
+def test_a_narrow_filter_loses_nothing(matched):
+    words = matched.encode_texts([TEXT])
+    found = propose(matched.store, matched.model, [TEXT], words, 12, "name < '0005.png'")
+    assert len(found[0]) == 5
+    assert propose(matched.store, matched.model, [TEXT], words, 12, "width = 1") == [[]]
 
 
-def test_few_candidates_still_find_the_best(gallery, monkeypatch):
-    exact = [hit.id for hit in gallery.search(TEXT, k=1, exact=True)]
+def test_few_candidates_still_find_the_best(matched, monkeypatch):
+    exact = [hit.id for hit in matched.search(TEXT, k=1, exact=True)]
     monkeypatch.setattr(searching, "CANDIDATES", 12)
-    monkeypatch.setattr(searching, "PROPOSALS", 20)
-    assert [hit.id for hit in gallery.search(TEXT, k=1)] == exact
+    monkeypatch.setattr(proposing, "DESCRIBED", 20)
+    assert [hit.id for hit in matched.search(TEXT, k=1)] == exact
 
 
-def test_narrowing_needs_a_recipe_that_matches():
-    model, _ = make_model("laps")
-    with pytest.raises(ValueError, match="expected a recipe that matches descriptions"):
-        narrow(None, model, Tokens(torch.randn(1, 2, 32)), ["a"], 1)
+def test_with_and_without_a_description_compete(matched, monkeypatch):
+    """Candidates of both kinds are ranked by one score: none has seats of its own."""
+    monkeypatch.setattr(searching, "CANDIDATES", 10)
+    monkeypatch.setattr(searching, "CANDIDATES_A_RESULT", 1)
+    everything = matched.search(TEXT, k=COUNT, exact=True)
+    third = {
+        kind: [hit for hit in everything if (hit.entry.description is not None) is kind][2]
+        for kind in (True, False)
+    }
+    # The third of either kind now has the same score.
+    match = matched.model.head.description
+    shift = match.absent_shift + (third[True].score - third[False].score) / match.weight
+    monkeypatch.setattr(match.absent_shift, "data", shift.detach())
+    exact = matched.search(TEXT, k=6, exact=True)
+    assert {hit.entry.description is None for hit in exact} == {True, False}
+    assert [hit.id for hit in matched.search(TEXT, k=6)] == [hit.id for hit in exact]
+
+
+def test_beyond_what_is_scanned_the_nearest_pixels_are_sketched(matched, monkeypatch):
+    words = matched.encode_texts([TEXT, "dog"])
+    scanned = by_sketches(matched.store, matched.model, words, COUNT, None)
+    monkeypatch.setattr(proposing, "SCANNED", 5)
+    assert by_sketches(matched.store, matched.model, words, COUNT, None) == [
+        pytest.approx(each, abs=1e-5) for each in scanned
+    ]
+    monkeypatch.setattr(proposing, "NEAREST", 7)
+    near = by_sketches(matched.store, matched.model, words, COUNT, None)
+    assert [len(each) for each in near] == [7, 7]
+
+
+def test_only_half_of_the_branches_may_take_part():
+    """A picture without dense text has no second set of tokens, and no score from it."""
+    model, processor = make_model("released")
+    images = Tokens(torch.randn(2, 16, 32))
+    dense = Tokens.padded(torch.randn(2, 4, 32), [4, 0])
+    packed = sketch(model, images, dense, typical_text(model, processor), "fp16")
+    alone = sketch(model, images, None, typical_text(model, processor), "fp16")
+    assert packed[0] != alone[0]
+    assert packed[1] == alone[1]
+
+
+def test_fusion_prefers_what_several_rankings_agree_on():
+    assert fuse([["a", "b", "c"], ["b", "d"]], 3) == ["b", "a", "d"]
+    assert fuse([[], []], 3) == []
 
 
 def test_the_mean_word_is_the_unit_mean_of_unit_words():

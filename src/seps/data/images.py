@@ -69,9 +69,15 @@ class View:
 
 
 def open_image(
-    source: str | PathLike[str] | IO[bytes], most_pixels: int = MOST_PIXELS, name: str | None = None
+    source: str | PathLike[str] | IO[bytes],
+    most_pixels: int = MOST_PIXELS,
+    name: str | None = None,
+    enough: int | None = None,
 ) -> Image.Image:
-    """Any image file as upright RGB: first frame, alpha over white; ValueError names what cannot be read."""
+    """Any image file as upright RGB: first frame, alpha over white; ValueError names what cannot be read.
+
+    enough: no side has to be longer, so that a JPEG may be decoded at a half, a quarter or an eighth.
+    """
     if name is None:
         name = str(getattr(source, "name", "image")) if hasattr(source, "read") else str(source)
     if isinstance(source, (str, PathLike)) and not Path(source).is_file():
@@ -80,6 +86,8 @@ def open_image(
         with Image.open(source) as image:
             width, height = image.size
             if width * height <= most_pixels:
+                if enough is not None:
+                    image.draft(None, (enough, enough))
                 image.load()
                 return to_rgb(ImageOps.exif_transpose(image))
     except UNREADABLE as error:

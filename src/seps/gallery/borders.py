@@ -24,6 +24,7 @@ FILTERS = (
     "width",
     "height",
     "description",
+    "described",
 )
 """The columns a filter may speak of."""
 
@@ -62,6 +63,14 @@ def among(ids: Sequence[str], column: str = "id") -> str:
 def quoted(text: str) -> str:
     """A text as a literal of a filter."""
     return "'" + text.replace("'", "''") + "'"
+
+
+def whole(where: str) -> str:
+    """A condition in brackets: what goes on after it ends is then an error, which the engine would pass over.
+
+    The line break ends a comment.
+    """
+    return f"({where}\n)"
 
 
 def sentence(error: BaseException) -> str:

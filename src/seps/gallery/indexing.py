@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -20,6 +20,7 @@ from seps.gallery.borders import among, quoted
 from seps.gallery.descriptions import Said
 from seps.gallery.pictures import Picture, open_picture
 from seps.gallery.rows import Ready, make_rows
+from seps.gallery.sketching import typical_text
 from seps.gallery.store import Store
 from seps.model import SepsModel, SepsProcessor
 
@@ -104,6 +105,7 @@ class Indexer:
         self.processor = processor
         self.pace = pace
         self.describe = describe
+        self.typical = typical_text(model, processor)
 
     def run(
         self,
@@ -113,13 +115,13 @@ class Indexer:
         advance: Callable[[int], None],
     ) -> Added:
         """Add every picture that is new or changed; what is committed stays, whatever comes after."""
-        pace = self.pace
-        with ThreadPoolExecutor(pace.threads, thread_name_prefix="seps-decode") as pool:
+        batch = min(self.pace.batch, self.pace.commit)
+        with ThreadPoolExecutor(self.pace.threads, thread_name_prefix="seps-decode") as pool:
             tasks = self._changed(pool, pictures, said, report, advance)
-            ready = self._opened(pool, tasks, report, advance)
-            for block in blocks(ready, pace.commit):
-                self._commit(block, report)
-                advance(len(block))
+            opened = self._opened(pool, tasks, report, advance)
+            encoded = (self._encoded(each) for each in blocks(opened, batch))
+            for tables in blocks(encoded, self.pace.commit // batch):
+                self._commit(tables, report, advance)
         self.store.tend()
         return report
 
@@ -134,13 +136,15 @@ class Indexer:
         for block in blocks(pictures, self.pace.commit):
             known = self._known([picture.id for picture in block])
             seen: set[str] = set()
-            for picture, digest in zip(
-                block, pool.map(lambda each: attempt(each.digest), block), strict=True
-            ):
-                if isinstance(digest, Exception):
-                    self._skip(report, advance, picture, digest)
+
+            def look(picture: Picture, known: Mapping[str, Known] = known) -> Task:
+                return Task(picture, picture.digest(), own(picture) | said(picture), known.get(picture.id))
+
+            looks = pool.map(lambda picture, look=look: attempt(lambda: look(picture)), block)
+            for picture, task in zip(block, looks, strict=True):
+                if isinstance(task, Exception):
+                    self._skip(report, advance, picture, task)
                     continue
-                task = Task(picture, digest, own(picture) | said(picture), known.get(picture.id))
                 if picture.id in seen or self._unchanged(task):
                     report.unchanged += 1
                     advance(1)
@@ -169,7 +173,7 @@ class Indexer:
         report: Added,
         advance: Callable[[int], None],
     ) -> Iterator[tuple[Task, Ready]]:
-        """Decode ahead of the encoder, but only so far that memory stays bounded."""
+        """Decode the next batch while one is encoded, and no further, so that memory stays bounded."""
         waiting: deque[tuple[Task, Future[Ready | Exception]]] = deque()
         ahead = self.pace.threads + self.pace.batch
         for task in tasks:
@@ -193,7 +197,8 @@ class Indexer:
             yield task, ready
 
     def _open(self, task: Task) -> Ready:
-        opened = open_picture(task.picture, self.pace.most_pixels)
+        view = self.processor.view
+        opened = open_picture(task.picture, self.pace.most_pixels, max(view.height, view.width))
         kept = Said() if task.known is None else Said(task.known.description)
         return Ready(
             task.picture,
@@ -201,21 +206,28 @@ class Indexer:
             self.processor.images([opened.image])[0],
             opened.thumbnail(),
             opened.size,
-            *opened.image.size,
+            opened.width,
+            opened.height,
             opened.taken,
             opened.modified,
             task.said | opened.said | kept,
         )
 
-    def _commit(self, block: Sequence[tuple[Task, Ready]], report: Added) -> None:
-        tables = []
-        for part in blocks(iter(block), self.pace.batch):
-            ready = self._described([each for _, each in part])
-            tables.append(make_rows(self.model, self.processor, ready, self.store.about.precision))
-        self.store.write(pa.concat_tables(tables))
-        replaced = sum(task.known is not None for task, _ in block)
+    def _encoded(self, batch: Sequence[tuple[Task, Ready]]) -> tuple[pa.Table, int]:
+        """The rows of a batch, and how many of them replace others."""
+        ready = self._described([each for _, each in batch])
+        rows = make_rows(self.model, self.processor, ready, self.typical, self.store.about.precision)
+        return rows, sum(task.known is not None for task, _ in batch)
+
+    def _commit(
+        self, encoded: Sequence[tuple[pa.Table, int]], report: Added, advance: Callable[[int], None]
+    ) -> None:
+        rows = pa.concat_tables([table for table, _ in encoded])
+        self.store.write(rows)
+        replaced = sum(count for _, count in encoded)
         report.replaced += replaced
-        report.added += len(block) - replaced
+        report.added += rows.num_rows - replaced
+        advance(rows.num_rows)
 
     def _described(self, ready: list[Ready]) -> list[Ready]:
         """The same, with a description written for those that have none."""

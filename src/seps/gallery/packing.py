@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from seps.tokens import Tokens
@@ -75,24 +76,44 @@ def unpack(packed: Sequence[bytes | None], channels: int) -> Tokens:
     return Tokens(features, torch.arange(longest) < lengths.unsqueeze(1), cls)
 
 
+def unpack_column(column: pa.Array, channels: int) -> Tokens:
+    """The token sets of a column, read where they lie if they are all of one shape. -> (B,N,C)"""
+    offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
+    sizes = np.diff(offsets)
+    if column.null_count or not len(sizes) or (sizes != sizes[0]).any():
+        return unpack(column.to_pylist(), channels)
+    table = np.frombuffer(column.buffers()[2], np.uint8)[offsets[0] : offsets[-1]].reshape(len(sizes), -1)
+    if (table[:, : _HEADER.size] != table[0, : _HEADER.size]).any():
+        return unpack(column.to_pylist(), channels)
+    return _decode(table)
+
+
 def _unpack_alike(packed: Sequence[bytes]) -> Tokens:
     """Token sets of one shape and precision, decoded at once."""
-    code, has_cls, rows, channels = _HEADER.unpack_from(packed[0])
+    sizes = {len(item) for item in packed}
+    if len(sizes) > 1:
+        raise ValueError(f"packed tokens: expected items of one length, found {sorted(sizes)}")
+    return _decode(np.frombuffer(b"".join(packed), np.uint8).reshape(len(packed), -1))
+
+
+def _decode(table: np.ndarray) -> Tokens:
+    """Token sets of one shape and precision, one a row of bytes."""
+    code, has_cls, rows, channels = _HEADER.unpack_from(table[0])
     body = rows * (channels + 4) if code == _CODES["int8"] else rows * channels * 2
-    if code not in _NAMES or any(len(item) != _HEADER.size + body for item in packed):
+    if code not in _NAMES or table.shape[1] != _HEADER.size + body:
         raise ValueError(
             f"packed tokens: expected {_HEADER.size + body} bytes of {rows} tokens with {channels} channels, "
-            f"found {sorted({len(item) for item in packed})}"
+            f"found {table.shape[1]}"
         )
-    joined = np.frombuffer(bytearray(b"".join(packed)), dtype=np.uint8)
-    table = joined.reshape(len(packed), -1)[:, _HEADER.size :]
+    table = table[:, _HEADER.size :]
     if _NAMES[code] == "fp16":
-        values = torch.from_numpy(np.ascontiguousarray(table).view("<f2").reshape(-1, rows, channels)).float()
+        halves = np.ascontiguousarray(table).view("<f2").reshape(-1, rows, channels)
+        values = torch.from_numpy(halves.astype(np.float32))
     else:
         split = rows * 4
         scales = np.ascontiguousarray(table[:, :split]).view("<f4").reshape(-1, rows, 1)
-        numbers = np.ascontiguousarray(table[:, split:]).view(np.int8).reshape(-1, rows, channels)
-        values = torch.from_numpy(numbers).float().mul_(torch.from_numpy(scales))
+        numbers = table[:, split:].view(np.int8).reshape(-1, rows, channels)
+        values = torch.from_numpy(numbers * scales)
     if has_cls:
         return Tokens(values[:, :-1], None, values[:, -1])
     return Tokens(values)

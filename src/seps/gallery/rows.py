@@ -18,6 +18,7 @@ from torch import Tensor
 from seps.gallery.descriptions import Said
 from seps.gallery.packing import Precision, pack
 from seps.gallery.pictures import Picture, absolute
+from seps.gallery.sketching import sketch
 from seps.gallery.store import row_schema
 from seps.model import SepsModel, SepsProcessor
 from seps.slimming import unit
@@ -93,9 +94,13 @@ class Ready:
 
 @torch.inference_mode()
 def make_rows(
-    model: SepsModel, processor: SepsProcessor, ready: Sequence[Ready], precision: Precision
+    model: SepsModel,
+    processor: SepsProcessor,
+    ready: Sequence[Ready],
+    typical: Tokens,
+    precision: Precision,
 ) -> pa.Table:
-    """The rows of some pictures."""
+    """The rows of some pictures; typical as `typical_text` gives it."""
     images = encode_pixels(model, torch.stack([each.pixels for each in ready]))
     images.require_finite("picture")
     texts = [each.said.description for each in ready]
@@ -103,16 +108,16 @@ def make_rows(
         name: [None] * len(ready) for name in ("description_vector", "text_vector")
     }
     words: list[bytes | None] = [None] * len(ready)
-    described = [place for place, text in enumerate(texts) if text]
-    if described:
-        limit = model.recipe.description_length
-        dense = encode_texts(model, processor, [texts[place] for place in described], limit)
-        packed = pack(dense, precision)
+    dense: Tokens | None = None
+    if any(texts):
+        dense = encode_texts(
+            model, processor, [text or None for text in texts], model.recipe.description_length
+        )
+        words = pack(dense, precision)
         means, pooled = halves(mean_word(dense)), halves(model.global_texts(dense))
-        for row, place in enumerate(described):
-            words[place] = packed[row]
-            vectors["description_vector"][place] = means[row]
-            vectors["text_vector"][place] = pooled[row]
+        for place in dense.present.nonzero().flatten().tolist():
+            vectors["description_vector"][place] = means[place]
+            vectors["text_vector"][place] = pooled[place]
     schema = row_schema(images.channels)
     now = datetime.now().replace(microsecond=0)
     columns = {
@@ -129,12 +134,14 @@ def make_rows(
         "indexed": [now] * len(ready),
         "tags": [list(each.said.tags) for each in ready],
         "description": texts,
+        "described": [each is not None for each in words],
         "thumbnail": [each.thumbnail for each in ready],
         "original": [
             each.picture.source if isinstance(each.picture.source, bytes) else None for each in ready
         ],
         "patches": pack(images, precision),
         "words": words,
+        "sketch": sketch(model, images, dense if uses_descriptions(model) else None, typical, precision),
         "pixel_vector": list(halves(model.global_images(images))),
         **vectors,
     }

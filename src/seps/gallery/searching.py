@@ -11,36 +11,24 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from seps.alignment import activate
 from seps.data.text import MOST_WORDS
 from seps.gallery.packing import unpack
-from seps.gallery.rows import device_of, mean_word, uses_descriptions
+from seps.gallery.proposing import named, propose
+from seps.gallery.rows import device_of, uses_descriptions
 from seps.gallery.store import Store
 from seps.model import SepsModel
-from seps.slimming import unit
 from seps.tokens import Tokens
 
-# So many are scored exactly, or this many times k where that is more; a quarter of them for their pixels.
+# So many are scored exactly, or this many times k where that is more.
 # benchmarks/gallery.py measures what they find and what they cost.
 CANDIDATES = 80
 CANDIDATES_A_RESULT = 8
-# Where descriptions are matched word by word, so many meet the query's words before that; elsewhere the
-# first stage knows less, and more are scored.
-PROPOSALS = 800
-UNMATCHED_CANDIDATES = 200
-_PIXEL_SHARE = 4
-_NARROW_ROWS = 128
+# A picture knows less of the descriptions: more of these are scored.
+TEXT_CANDIDATES = 200
 MOST_RESULTS = 1000
-_PIXEL_SHARE = 4
-_NARROW_ROWS = 128
 # Queries of a batch that share one block of candidates, so that memory stays bounded.
 _QUERIES_AT_ONCE = 8
 _SCAN_ROWS = 256
-# The constant of reciprocal rank fusion.
-_RANK_DAMPING = 60
-# The text index gets the first words of a query: more add time, not candidates.
-_MATCHED_WORDS = 32
-
 ENTRY_COLUMNS = (
     "path",
     "folder",
@@ -117,63 +105,6 @@ def check_count(k: int) -> int:
     return k
 
 
-def fuse(rankings: Sequence[Sequence[str]], limit: int) -> list[str]:
-    """Reciprocal rank fusion: the items that several rankings put high come first."""
-    points: dict[str, float] = {}
-    for ranking in rankings:
-        for rank, item in enumerate(ranking):
-            points[item] = points.get(item, 0.0) + 1 / (_RANK_DAMPING + rank)
-    return sorted(points, key=lambda item: (-points[item], item))[:limit]
-
-
-def propose(
-    store: Store, model: SepsModel, text: str, words: Tokens, limit: int, where: str | None
-) -> list[str]:
-    """Candidates of a text query: by pixels, by description, by the words they share. words (1,M,C)"""
-    by_pixels = named(store.nearest("pixel_vector", model.global_texts(words)[0].tolist(), limit, where))
-    if not uses_descriptions(model):
-        return by_pixels
-    matched = model.recipe.dense == "matched"
-    wide = max(PROPOSALS, limit) if matched else limit
-    by_description = named(store.nearest("description_vector", mean_word(words)[0].tolist(), wide, where))
-    shared = " ".join(dict.fromkeys(text.split()[:_MATCHED_WORDS]))
-    by_words = named(store.matching(shared, wide, where))
-    if not matched:
-        return fuse([by_pixels, by_description, by_words], limit)
-    proposed = fuse([by_description, by_words], wide)
-    if len(proposed) > limit:
-        proposed = narrow(store, model, words, proposed, limit)
-    own = by_pixels[: limit // _PIXEL_SHARE]
-    return list(dict.fromkeys([*own, *proposed[: limit - len(own)], *by_pixels, *proposed]))[:limit]
-
-
-def named(ranking: Sequence[tuple[str, float]]) -> list[str]:
-    """The items of a ranking."""
-    return [item for item, _ in ranking]
-
-
-@torch.inference_mode()
-def narrow(store: Store, model: SepsModel, words: Tokens, items: Sequence[str], limit: int) -> list[str]:
-    """Of many, those whose descriptions' words meet the query's best (eq. 5), best first. words (1,M,C)"""
-    if model.head.description is None:
-        raise ValueError("model: expected a recipe that matches descriptions, found one that does not")
-    aligner = model.head.description.aligner
-    asked = Tokens(unit(words.features.float()), words.mask)
-    scored: list[tuple[float, str]] = []
-    rows = store.fetch(sorted(items), ["words"])
-    for start in range(0, rows.num_rows, _NARROW_ROWS):
-        block = rows.slice(start, _NARROW_ROWS)
-        met = unpack(block.column("words").to_pylist(), model.config.channels).to(asked.features.device)
-        lengths = torch.linalg.vector_norm(met.features, dim=-1).clamp(min=1e-12)
-        cosines = (asked.features @ met.features.transpose(1, 2)) / lengths.unsqueeze(1)
-        affinity = activate(cosines, aligner.recipe.affinity)
-        scores = aligner.score(affinity, asked.mask, met.mask).tolist()
-        scored.extend(
-            (-score, item) for score, item in zip(scores, block.column("id").to_pylist(), strict=True)
-        )
-    return [item for _, item in heapq.nsmallest(limit, scored)]
-
-
 def tokens_of(model: SepsModel, rows: pa.Table | pa.RecordBatch) -> tuple[Tokens, Tokens | None]:
     """Patches (B,N,C) and, where they count, description words (B,D,C) of some rows."""
     channels, device = model.config.channels, device_of(model)
@@ -201,13 +132,12 @@ def search_candidates(
     store: Store, model: SepsModel, texts: Sequence[str], words: Tokens, k: int, where: str | None
 ) -> list[list[Hit]]:
     """Two stages: propose, then score exactly. words (T,M,C) of the texts"""
-    enough = CANDIDATES if model.recipe.dense == "matched" else UNMATCHED_CANDIDATES
-    limit = max(enough, CANDIDATES_A_RESULT * k)
+    limit = max(CANDIDATES, CANDIDATES_A_RESULT * k)
     columns = [*ENTRY_COLUMNS, *token_columns(model)]
     found: list[list[Hit]] = []
     for start in range(0, len(texts), _QUERIES_AT_ONCE):
         stop = min(start + _QUERIES_AT_ONCE, len(texts))
-        proposed = [propose(store, model, texts[i], words[[i]], limit, where) for i in range(start, stop)]
+        proposed = propose(store, model, texts[start:stop], words[start:stop], limit, where)
         rows = store.fetch(sorted({item for items in proposed for item in items}), columns)
         places = {item: place for place, item in enumerate(rows.column("id").to_pylist())}
         for query, items in enumerate(proposed, start=start):
@@ -266,7 +196,7 @@ def search_alike(
     """The pictures whose vector has the largest cosine with a picture's. vectors (Q,C)"""
     for vector in vectors.float().cpu():
         ranked = store.nearest("pixel_vector", vector.tolist(), k, where, exact)
-        known = {e.id: e for e in entries_of(store.fetch([item for item, _ in ranked], list(ENTRY_COLUMNS)))}
+        known = {e.id: e for e in entries_of(store.fetch(named(ranked), list(ENTRY_COLUMNS)))}
         yield [Hit(cosine, known[item]) for item, cosine in ranked if item in known]
 
 
@@ -275,8 +205,8 @@ def search_descriptions(
 ) -> list[TextHit]:
     """The stored descriptions that fit a picture best. image (1,N,C)"""
     vector = model.global_images(image)[0].float().cpu().tolist()
-    limit = max(UNMATCHED_CANDIDATES, CANDIDATES_A_RESULT * k)
-    proposed = [item for item, _ in store.nearest("text_vector", vector, limit, where)]
+    limit = max(TEXT_CANDIDATES, CANDIDATES_A_RESULT * k)
+    proposed = named(store.nearest("text_vector", vector, limit, where))
     rows = store.fetch(proposed, ["description", "words"])
     if not rows.num_rows:
         return []

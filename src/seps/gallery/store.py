@@ -27,12 +27,13 @@ from seps.gallery.borders import (
     local,
     require_vacant,
     sentence,
+    whole,
 )
 from seps.gallery.packing import Precision
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 VECTORS = ("pixel_vector", "description_vector", "text_vector")
 
 # Readers may still hold a version of this age; older ones are swept.
@@ -92,10 +93,12 @@ def row_schema(channels: int, metadata: dict[bytes, bytes] | None = None) -> pa.
             pa.field("indexed", pa.timestamp("s")),
             pa.field("tags", pa.list_(pa.string())),
             pa.field("description", pa.string()),
+            pa.field("described", pa.bool_()),
             pa.field("thumbnail", pa.binary()),
             pa.field("original", pa.large_binary()),
             pa.field("patches", pa.binary()),
             pa.field("words", pa.binary()),
+            pa.field("sketch", pa.binary()),
             pa.field("pixel_vector", vector),
             pa.field("description_vector", vector),
             pa.field("text_vector", vector),
@@ -188,7 +191,7 @@ class Store:
         def remove() -> int:
             count = self.count(where)
             if count:
-                self._table.delete(where)
+                self._table.delete(whole(where))
             return count
 
         return self._commit(remove)
@@ -196,7 +199,7 @@ class Store:
     def count(self, where: str | None = None) -> int:
         """Number of rows, of those that meet a condition if there is one."""
         with explain_filters(where):
-            return self._table.count_rows(where)
+            return self._table.count_rows(None if where is None else whole(where))
 
     def fetch(self, ids: Sequence[str], columns: Sequence[str]) -> pa.Table:
         """Some columns of some rows, in the order of ids; one that is not there is left out."""
@@ -214,7 +217,8 @@ class Store:
         """All rows of one version, or those of a condition, in batches of bounded size."""
         query = self._table.search().select(list(columns)).limit(2**31 - 1)
         with explain_filters(where):
-            batches = (query.where(where) if where else query).to_batches(batch_size=batch_rows)
+            query = query if where is None else query.where(whole(where))
+            batches = query.to_batches(batch_size=batch_rows)
             for batch in batches:
                 for start in range(0, batch.num_rows, batch_rows):
                     yield batch.slice(start, batch_rows)
@@ -230,7 +234,7 @@ class Store:
             query = query.nprobes(_PROBES).refine_factor(_REFINE)
         query = query.select(["id", "_distance"]).limit(limit)
         with explain_filters(where):
-            found = (query.where(where, prefilter=True) if where else query).to_arrow()
+            found = (query if where is None else query.where(whole(where), prefilter=True)).to_arrow()
         cosines = [1 - distance for distance in found["_distance"].to_pylist()]
         return list(zip(found["id"].to_pylist(), cosines, strict=True))
 
@@ -239,7 +243,7 @@ class Store:
         wanted = MatchQuery(text, "description")  # type: ignore[call-arg] # its defaults hide in a dataclass
         query = self._table.search(wanted).select(["id", "_score"]).limit(limit)
         with explain_filters(where):
-            found = (query.where(where, prefilter=True) if where else query).to_arrow()
+            found = (query if where is None else query.where(whole(where), prefilter=True)).to_arrow()
         return list(zip(found["id"].to_pylist(), found["_score"].to_pylist(), strict=True))
 
     def tend(self) -> None:
@@ -292,7 +296,7 @@ class Store:
         files = [] if folder is None else [path for path in folder.rglob("*") if path.is_file()]
         return {
             "images": self.count(),
-            "described": self.count("description IS NOT NULL"),
+            "described": self.count("described"),
             "bytes": sum(path.stat().st_size for path in files) if files else stats["total_bytes"],
             "fragments": stats["fragment_stats"]["num_fragments"],
             "versions": len(self._table.list_versions()),
