@@ -3,7 +3,7 @@
 Runs a backbone of the shape of ViT-B/16 with random weights at 256 x 128 and the slimmer behind it, forward
 and forward with backward; "all tokens kept" averages every patch instead:
 
-    python benchmarks/slimming_cost.py --batch 4
+    python benchmarks/slimming_cost.py
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ def saved_bytes(run: Callable[[], object], weights: set[int]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--channels", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batch", type=int, default=2, help="sightings at once")
+    parser.add_argument("--layers", type=int, default=12, help="of the backbone")
+    parser.add_argument("--channels", type=int, default=512, help="of the slimmer")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of which the median is taken")
     given = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -108,8 +110,10 @@ def main() -> None:
         "slimming": saved_bytes(lambda: slim(learning, anchors), weights),
     }
     tokens = slimmer(fixed, anchors)["rgb"].shape[1]
-    count = sum(each.numel() for each in slimmer.parameters())
-    print(f"{encoder.patches} patches -> {tokens} tokens a modality; the slimmer has {count:,} weights\n")
+    count, body = (sum(each.numel() for each in module.parameters()) for module in (slimmer, encoder))
+    whole, slim_bytes = (3 * each * given.channels * 4 / 2**10 for each in (encoder.patches, tokens))
+    print(f"{encoder.patches} patches -> {tokens} tokens a modality, {whole:.0f} -> {slim_bytes:.0f} KiB a")
+    print(f"sighting; the slimmer has {count:,} weights beside {body:,} of the backbone\n")
     print("| part | forward | share | forward and backward | share | kept for backward | share |")
     print("|---|---|---|---|---|---|---|")
     for name, once in forward.items():

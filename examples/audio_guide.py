@@ -203,12 +203,22 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a run for each (0 1 2)")
+    parser.add_argument("--scenes", type=int, default=600, help="pictures to train on (600)")
+    parser.add_argument("--tests", type=int, default=150, help="pictures to measure on (150)")
+    parser.add_argument("--steps", type=int, default=500, help="training steps of 32 pictures (500)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the WAV files stay; they are thrown away otherwise"
+    )
     given = parser.parse_args()
     for seed in given.seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            figures = run(Path(folder), seed=seed)
+        with tempfile.TemporaryDirectory() as passing:
+            folder = Path(passing) if given.folder is None else given.folder / str(seed)
+            folder.mkdir(parents=True, exist_ok=True)
+            figures = run(folder, given.scenes, given.tests, given.steps, seed)
         print(f"seed {seed}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
 
 
