@@ -166,7 +166,8 @@ def parse(kind: type, words: Sequence[str], name: str = "", description: str = "
 
 def sections(kind: type) -> dict[str, type]:
     """The options of a dataclass that are dataclasses themselves."""
-    return {name: hint for name, hint in get_type_hints(kind).items() if is_dataclass(hint)}
+    hints = get_type_hints(kind).items()
+    return {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
 
 
 def refuse_bare_sections(kind: type, values: Any, place: str = "") -> None:
