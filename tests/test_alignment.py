@@ -130,3 +130,16 @@ def test_gradients_are_finite_where_everything_is_padding():
     none = torch.tensor([False, False])
     align(affinity, none, None, "mean_and_top", relevance=relevance_network(5)).backward()
     assert torch.isfinite(affinity.grad).all()
+
+
+def test_what_does_not_fit_an_alignment_is_refused_with_a_sentence():
+    names = {"pooling": "mean, mean_and_top, top", "directions": "both, word_to_patch, patch_to_word"}
+    for name, allowed in names.items():
+        sentence = f"{name}: expected one of {allowed}, found 'best'"
+        assert refusal(lambda name=name: align(AFFINITY, **{name: "best"})) == sentence
+    assert refusal(lambda: affinities(torch.ones(2, 3), torch.ones(2, 3), "relu")) == (
+        "kind: expected one of cosine, leaky_relu, found 'relu'"
+    )
+    assert refusal(lambda: affinities(torch.ones(2, 3), torch.ones(2, 4))) == (
+        "tokens: expected 3 channels as words, found 4"
+    )

@@ -461,11 +461,26 @@ def test_what_does_not_fit_is_refused_with_a_sentence():
         "dense: expected none, since the recipe has dense='none', found dense text"
     )
     assert given_to(described_head, guides={"sound": torch.zeros(4, 8)}) == (
-        "guides['sound']: expected shape (4, 32), found (4, 8)"
+        "guides['sound']: expected shape (4, 32), found shape (4, 8)"
     )
     assert given_to(described_head, guides={"sound": torch.full((4, 32), NAN)}) == (
         "guides['sound']: expected finite numbers, found NaN or infinity"
     )
+    assert given_to(described_head, guides={"sound": [0.0] * 32}) == (
+        "guides['sound']: expected shape (4, 32), found list"
+    )
+    assert given_to(described_head, guides=torch.zeros(4, 32)) == (
+        "guides: expected vectors by name, found shape (4, 32)"
+    )
+
+
+@pytest.mark.parametrize("name", ["images", "texts", "dense"])
+def test_a_bare_tensor_is_no_token_set(name):
+    head = make_head(paper())
+    bare = {name: torch.randn(4, 6, 32)}
+    assert given_to(head, **bare) == f"{name}: expected Tokens, found shape (4, 6, 32)"
+    given = {"images": make_images(), "texts": make_words()} | bare
+    assert refusal(lambda: head.inspect(**given)) == f"{name}: expected Tokens, found shape (4, 6, 32)"
 
 
 # Life of the module

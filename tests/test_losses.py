@@ -30,6 +30,7 @@ def test_texts_of_the_same_image_are_never_negatives():
     twins = torch.tensor([7, 3, 3])
     expected = torch.tensor([[1, 0, 0], [0, 1, 1], [0, 1, 1]]).bool()
     assert torch.equal(same_image(SCORES, twins), expected)
+    assert torch.equal(same_image(SCORES, twins.tolist()), expected)
     assert hinge(SCORES, twins, "all").item() == pytest.approx(0.1 + 0.5)
     assert hinge(SCORES, torch.zeros(3), "hardest").item() == 0
 
@@ -153,12 +154,12 @@ def test_golden_ratio_losses_and_total(golden):
         ),
         (
             lambda: hinge(torch.zeros(2, 2), negatives="some"),
-            "negatives: expected 'all' or 'hardest', found 'some'",
+            "negatives: expected one of all, hardest, found 'some'",
         ),
         (lambda: ratio([], 0.5), "decisions: expected those of one or two branches, found 0"),
         (
             lambda: ratio([torch.zeros(1)], 0.5, "both"),
-            "form: expected joint, per_branch or summed, found 'both'",
+            "form: expected one of joint, per_branch, summed, found 'both'",
         ),
     ],
 )

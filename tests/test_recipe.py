@@ -125,6 +125,7 @@ def test_a_number_out_of_place_is_refused(name, wrong, expected):
     [
         (lambda: described(dense_side="text"), ("dense='matched'", "dense_side='image'")),
         (lambda: paper(description_tokens="slimmed"), ("description_tokens='slimmed'", "'fused'")),
+        (lambda: paper(mixing=0.6), ("mixing=0.6", "at most 0.5", "scoring='sum'")),
         (
             lambda: released(selection="gates"),
             ("selection='gates'", "detach_selection=True", "selection='topk' or detach_selection=False"),

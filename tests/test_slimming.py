@@ -206,8 +206,8 @@ def test_what_a_decision_needs_is_asked_for():
     assert refusal(lambda: decide(saliency, keep, "gates")) == (
         "uniform: expected numbers for the noise of selection 'gates', found none"
     )
-    assert refusal(lambda: decide(saliency, keep, "best", uniform=saliency + 0.5)) == (
-        "selection: expected topk, straight_through, gumbel_topk, gates or soft, found 'best'"
+    assert refusal(lambda: decide(saliency, keep, "best")) == (
+        "selection: expected one of topk, straight_through, gumbel_topk, gates, soft, found 'best'"
     )
 
 
@@ -237,6 +237,15 @@ def test_the_residual_token_gathers_what_was_dropped(patches, data):
     weights = residual_weights(saliency, decision)
     expected = saliency.masked_fill(decision > 0.5, -math.inf).softmax(-1)
     torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_where_nothing_was_kept_there_is_no_token():
+    logits, decision = torch.randn(1, 2, 5, requires_grad=True), torch.zeros(1, 3, 5)
+    weights = aggregation_weights(logits, decision)
+    weights.sum().backward()
+    assert weights.shape == (1, 3, 2, 5)
+    assert not weights.any()
+    assert not logits.grad.any()
 
 
 def test_where_nothing_was_dropped_there_is_no_residual():
@@ -428,6 +437,10 @@ def test_a_slimmer_asks_for_channels_that_its_networks_can_use():
     assert refusal(lambda: Slimmer(paper(), 0, 32)) == (
         "patches, channels: expected at least 1 patch and 5 channels, found 0 and 32"
     )
+    assert refusal(lambda: Slimmer(paper(), 16.0, 32)) == (
+        "patches, channels: expected at least 1 patch and 5 channels, found 16.0 and 32"
+    )
+    assert refusal(lambda: Slimmer("paper", 16, 32)) == "recipe: expected a Recipe, found 'paper'"
 
 
 def test_any_number_of_guides_and_an_anchor_of_its_own():

@@ -131,9 +131,46 @@ def test_finite_is_required_of_real_tokens_alone():
         ),
         (
             lambda: Tokens.padded(torch.zeros(2, 3, 1), [1, 2, 3]),
-            "lengths: expected one for each row of features (2, 3, 1), found 3",
+            "lengths: expected one for each of 2 rows, found 3",
+        ),
+        (lambda: Tokens([[1.0]]), "features: expected a tensor, found list"),
+        (
+            lambda: Tokens(torch.zeros(1, 2, 3), [[True, True]]),
+            "mask: expected a tensor, found list",
+        ),
+        (
+            lambda: Tokens(torch.zeros(1, 2, 3), cls=torch.zeros(1, 3).long()),
+            "cls: expected floating-point numbers, found torch.int64",
+        ),
+        (
+            lambda: Tokens.padded(torch.zeros(2, 3), [1, 2]),
+            "features: expected (batch, tokens, channels), found shape (2, 3)",
+        ),
+        (
+            lambda: Tokens.padded(torch.zeros(2, 3, 1), [1, 2.5]),
+            "lengths: expected whole numbers, found [1.0, 2.5]",
+        ),
+        (
+            lambda: Tokens.padded(torch.zeros(1, 3, 1), [NAN]),
+            "lengths: expected whole numbers, found [nan]",
+        ),
+        (
+            lambda: Tokens.padded(torch.zeros(2, 3, 1), torch.tensor([True, False])),
+            "lengths: expected whole numbers, found [True, False]",
+        ),
+        (
+            lambda: Tokens.padded(torch.zeros(2, 3, 1), None),
+            "lengths: expected a whole number for each row, found None",
         ),
         (lambda: Tokens.ragged([]), "rows: expected at least one, found none"),
+        (
+            lambda: Tokens.ragged([torch.zeros(2, 3), torch.zeros(1, 4)]),
+            "rows: expected (length, 3) each, found shape (1, 4) in row 1",
+        ),
+        (
+            lambda: Tokens.ragged([torch.zeros(1, 2, 3)]),
+            "rows: expected (length, channels) each, found shape (1, 2, 3) in row 0",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_a_sentence(build, sentence):

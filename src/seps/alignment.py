@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from seps.recipe import Affinity, Directions, Pooling, Recipe
+from seps.recipe import Affinity, Directions, Pooling, Recipe, expect_one_of
 from seps.slimming import apply, unit
 
 
@@ -17,11 +17,14 @@ def affinities(words: Tensor, tokens: Tensor, kind: Affinity = "cosine") -> Tens
 
     words (...,M,C), tokens (...,J,C) -> (...,M,J)
     """
+    if words.shape[-1] != tokens.shape[-1]:
+        raise ValueError(f"tokens: expected {words.shape[-1]} channels as words, found {tokens.shape[-1]}")
     return activate(unit(words) @ unit(tokens).transpose(-1, -2), kind)
 
 
 def activate(cosines: Tensor, kind: Affinity) -> Tensor:
     """Cosines as the recipe reads them."""
+    expect_one_of("kind", kind, Affinity)
     return functional.leaky_relu(cosines, 0.1) if kind == "leaky_relu" else cosines
 
 
@@ -75,6 +78,8 @@ def align(
 
     affinity (...,M,J), word_mask broadcasts to (...,M), token_mask to (...,J) -> (...)
     """
+    expect_one_of("pooling", pooling, Pooling)
+    expect_one_of("directions", directions, Directions)
     score = affinity.new_zeros(())
     if directions != "patch_to_word":
         met = masked_max(affinity, None if token_mask is None else token_mask.unsqueeze(-2), -1)

@@ -15,7 +15,7 @@ from seps.pairwise.prepared import full_precision, prepare_admitted
 from seps.pairwise.texts import TextSide
 from seps.recipe import Recipe
 from seps.slimming import Branch, Slimmer, token_weights, unit
-from seps.tokens import Tokens
+from seps.tokens import Tokens, describe
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class SlimHead(nn.Module):
         budget: int | None,
         precision: Precision,
     ) -> tuple[Tensor, list[Tensor]]:
-        with full_precision(images.features):
+        with full_precision(self.slimmer.scale):
             images, texts, dense, extra = self.admit(images, texts, dense, guides)
             of_images, of_texts = (dense, None) if self.recipe.dense_side == "image" else (None, dense)
             seed = self.draw_seed()
@@ -109,7 +109,7 @@ class SlimHead(nn.Module):
         guides: Mapping[str, Tensor] | None = None,
     ) -> Inspection:
         """The scores together with everything they came from, tokens built one by one."""
-        with full_precision(images.features):
+        with full_precision(self.slimmer.scale):
             images, texts, dense, extra = self.admit(images, texts, dense, guides)
             seed = self.draw_seed()
             branches = self.slimmer(
@@ -186,6 +186,9 @@ class SlimHead(nn.Module):
         self, images: Tokens, dense: Tokens | None, guides: Mapping[str, Tensor] | None
     ) -> tuple[Tokens, Tokens | None, list[Tensor]]:
         """The image side of `admit`."""
+        expect_tokens("images", images)
+        if guides is not None and not isinstance(guides, Mapping):
+            raise ValueError(f"guides: expected vectors by name, found {describe(guides)}")
         dtype = torch.promote_types(images.features.dtype, torch.float32)
         images = self._admit_tokens("images", images, dtype)
         if dense is not None:
@@ -200,6 +203,7 @@ class SlimHead(nn.Module):
         self, texts: Tokens, dense: Tokens | None, dtype: torch.dtype
     ) -> tuple[Tokens, Tokens | None]:
         """The text side of `admit`."""
+        expect_tokens("texts", texts)
         texts = self._admit_tokens("texts", texts, dtype)
         if dense is None:
             return texts, None
@@ -207,6 +211,7 @@ class SlimHead(nn.Module):
         return texts, self._admit_tokens("dense", dense, dtype)
 
     def _expect_dense(self, dense: Tokens, count: int, side: str) -> None:
+        expect_tokens("dense", dense)
         if self.recipe.dense == "none":
             raise ValueError("dense: expected none, since the recipe has dense='none', found dense text")
         if self.recipe.dense_side != side:
@@ -300,6 +305,12 @@ def slim_tokens(branches: Sequence[Branch], values: Tensor, cls: Tensor | None) 
     return unit(tokens)
 
 
+def expect_tokens(name: str, tokens: object) -> None:
+    """Refuse anything but `Tokens`, such as a bare tensor, whose padding nobody knows."""
+    if not isinstance(tokens, Tokens):
+        raise ValueError(f"{name}: expected Tokens, found {describe(tokens)}")
+
+
 def word_mask(texts: Tokens) -> Tensor | None:
     """The texts' mask, to broadcast over images. -> (1,T,M)"""
     return None if texts.mask is None else texts.mask.unsqueeze(0)
@@ -308,8 +319,8 @@ def word_mask(texts: Tokens) -> Tensor | None:
 def check_guide(name: str, guide: Tensor, images: Tokens) -> Tensor:
     """A further guide of the images as `guidance` wants it. (B,C) -> (B,1,C)"""
     expected = (len(images), images.channels)
-    if guide.shape != expected:
-        raise ValueError(f"guides[{name!r}]: expected shape {expected}, found {tuple(guide.shape)}")
+    if not isinstance(guide, Tensor) or guide.shape != expected:
+        raise ValueError(f"guides[{name!r}]: expected shape {expected}, found {describe(guide)}")
     if not torch.compiler.is_compiling() and not bool(torch.isfinite(guide).all()):
         raise ValueError(f"guides[{name!r}]: expected finite numbers, found NaN or infinity")
     return guide.unsqueeze(1)

@@ -14,19 +14,23 @@ from seps.recipe import RatioForm, Recipe
 Negatives = Literal["all", "hardest"]
 
 
-def same_image(scores: Tensor, image_ids: Tensor | None) -> Tensor:
+def same_image(scores: Tensor, image_ids: Tensor | Sequence[int] | None) -> Tensor:
     """Pairs that are no negatives: those of the same image. scores (B,B), image_ids (B,) -> (B,B) boolean"""
     if scores.dim() != 2 or scores.shape[0] != scores.shape[1] or scores.shape[0] == 0:
         raise ValueError(f"scores: expected a square batch (B, B), found {tuple(scores.shape)}")
     if image_ids is None:
         return torch.eye(len(scores), dtype=torch.bool, device=scores.device)
+    image_ids = torch.as_tensor(image_ids, device=scores.device)
     if image_ids.shape != scores.shape[:1]:
         raise ValueError(f"image_ids: expected {len(scores)} of them, found shape {tuple(image_ids.shape)}")
     return image_ids.unsqueeze(0) == image_ids.unsqueeze(1)
 
 
 def hinge(
-    scores: Tensor, image_ids: Tensor | None = None, negatives: Negatives = "hardest", margin: float = 0.2
+    scores: Tensor,
+    image_ids: Tensor | Sequence[int] | None = None,
+    negatives: Negatives = "hardest",
+    margin: float = 0.2,
 ) -> Tensor:
     """Bidirectional hinge over a square batch, summed over it (eq. 6). scores (B,B), image_ids (B,)"""
     positive = same_image(scores, image_ids)
@@ -37,10 +41,12 @@ def hinge(
         return texts.sum() + images.sum()
     if negatives == "hardest":
         return texts.max(1).values.sum() + images.max(0).values.sum()
-    raise ValueError(f"negatives: expected 'all' or 'hardest', found {negatives!r}")
+    raise ValueError(f"negatives: expected one of all, hardest, found {negatives!r}")
 
 
-def info_nce(scores: Tensor, image_ids: Tensor | None = None, temperature: Tensor | float = 0.07) -> Tensor:
+def info_nce(
+    scores: Tensor, image_ids: Tensor | Sequence[int] | None = None, temperature: Tensor | float = 0.07
+) -> Tensor:
     """Cross-entropy of the own pair against the batch, both ways, averaged. scores (B,B), image_ids (B,)"""
     others = same_image(scores, image_ids) & ~same_image(scores, None)
     logits = (scores / temperature).masked_fill(others, -torch.inf)
@@ -67,7 +73,7 @@ def ratio(
         return (torch.stack(shares).sum() - keep_ratio) ** 2
     if form == "per_branch":
         return torch.stack([weight * (share - keep_ratio) ** 2 for weight, share in weighed]).sum()
-    raise ValueError(f"form: expected joint, per_branch or summed, found {form!r}")
+    raise ValueError(f"form: expected one of joint, per_branch, summed, found {form!r}")
 
 
 def ratio_of(recipe: Recipe, decisions: Sequence[Tensor]) -> Tensor:

@@ -25,6 +25,12 @@ _KINDS: dict[type, tuple[type, str]] = {
 }
 
 
+def expect_one_of(name: str, value: object, names: Any) -> None:
+    """Refuse what is none of a `Literal`'s names."""
+    if value not in get_args(names):
+        raise ValueError(f"{name}: expected one of {', '.join(get_args(names))}, found {value!r}")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How patches are scored, selected, aggregated and aligned, and what dense text does.
@@ -71,13 +77,12 @@ class Recipe:
 
     def _refuse_wrong_kinds(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
-            value, allowed = getattr(self, name), get_args(hint)
-            if allowed:
-                fits, expected = value in allowed, f"one of {', '.join(allowed)}"
-            else:
-                kind, expected = _KINDS[hint]
-                fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-            if not fits:
+            value = getattr(self, name)
+            if get_args(hint):
+                expect_one_of(name, value, hint)
+                continue
+            kind, expected = _KINDS[hint]
+            if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
                 raise ValueError(f"{name}: expected {expected}, found {value!r}")
 
     def _refuse_wrong_ranges(self) -> None:
@@ -109,6 +114,11 @@ class Recipe:
             raise ValueError(
                 f"selection={self.selection!r} sends a gradient through the decision, which "
                 "detach_selection=True forbids: use selection='topk' or detach_selection=False"
+            )
+        if self.scoring == "mix" and self.mixing > 0.5:
+            raise ValueError(
+                f"mixing={self.mixing} turns the learned score of scoring='mix' against itself, since "
+                "eq. 3 gives it the share 1 - 2·mixing: use at most 0.5, or scoring='sum'"
             )
 
     @property

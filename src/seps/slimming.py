@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from seps.noise import gumbel, logistic, pair_uniform
-from seps.recipe import Recipe, Selection
+from seps.recipe import Recipe, Selection, expect_one_of
 from seps.tokens import Tokens
 
 # A dropped patch's logit may lie far above every kept one; no decision receives more than this many times
@@ -105,6 +105,7 @@ def decide(
     """
     real = None if mask is None else mask.unsqueeze(1)
     ranked = saliency if real is None else saliency.masked_fill(~real, _NEVER)
+    expect_one_of("selection", mode, Selection)
     if mode == "topk":
         return top_mask(ranked.detach(), keep)
     if mode == "soft":
@@ -116,27 +117,24 @@ def decide(
         soft = odds.sigmoid()
         # An image that lost every patch would have no token, so its best patch always stays.
         hard = torch.maximum((odds > 0).to(odds.dtype), top_mask(ranked.detach(), torch.ones_like(keep)))
-    elif mode in ("straight_through", "gumbel_topk"):
+    else:
         noisy = ranked + gumbel(uniform).to(ranked.dtype)
         soft = (noisy / temperature).softmax(-1)
         hard = top_mask((noisy if mode == "gumbel_topk" else ranked).detach(), keep)
-    else:
-        raise ValueError(
-            f"selection: expected topk, straight_through, gumbel_topk, gates or soft, found {mode!r}"
-        )
     return hard + (soft - soft.detach())
 
 
 def aggregation_weights(logits: Tensor, decision: Tensor) -> Tensor:
     """Softmax over patches in which the decision is a factor: a hard one equals gathering first (eq. 4).
 
-    logits (B,J,N), decision (B,T,N) -> (B,T,J,N), rows sum to 1
+    logits (B,J,N), decision (B,T,N) -> (B,T,J,N), rows sum to 1, or are zero where nothing was kept
     """
     kept = (decision.detach() > 0).unsqueeze(2)
     top = logits.detach().unsqueeze(1).masked_fill(~kept, -math.inf).amax(-1, keepdim=True)
     lifted = (logits.unsqueeze(1) - top).clamp(max=math.log(GRADIENT_BOUND)).exp()
     raw = decision.unsqueeze(2) * lifted
-    return raw / raw.sum(-1, keepdim=True)
+    mass = raw.sum(-1, keepdim=True)
+    return raw / torch.where(mass.detach() > 0, mass, 1)
 
 
 def residual_weights(saliency: Tensor, decision: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -148,9 +146,9 @@ def residual_weights(saliency: Tensor, decision: Tensor, mask: Tensor | None = N
     if mask is not None:
         dropped = dropped * mask.unsqueeze(1)
     raw = dropped * (saliency - saliency.detach().amax(-1, keepdim=True)).exp()
-    total = raw.sum(-1, keepdim=True)
-    some = total.detach() > 0
-    return torch.where(some, raw / torch.where(some, total, torch.ones_like(total)), torch.zeros_like(raw))
+    mass = raw.sum(-1, keepdim=True)
+    some = mass.detach() > 0
+    return torch.where(some, raw / torch.where(some, mass, 1), 0)
 
 
 @dataclass(frozen=True)
@@ -241,7 +239,9 @@ class Slimmer(nn.Module):
 
     def __init__(self, recipe: Recipe, patches: int, channels: int) -> None:
         super().__init__()
-        if patches < 1 or channels < 5:
+        if not isinstance(recipe, Recipe):
+            raise ValueError(f"recipe: expected a Recipe, found {recipe!r}")
+        if not (isinstance(patches, int) and isinstance(channels, int)) or patches < 1 or channels < 5:
             raise ValueError(
                 f"patches, channels: expected at least 1 patch and 5 channels, found {patches} and {channels}"
             )

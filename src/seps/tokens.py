@@ -27,6 +27,9 @@ class Tokens:
     cls: Tensor | None = None
 
     def __post_init__(self) -> None:
+        for name, given in (("features", self.features), ("mask", self.mask), ("cls", self.cls)):
+            if not isinstance(given, Tensor) and (given is not None or name == "features"):
+                raise ValueError(f"{name}: expected a tensor, found {type(given).__name__}")
         shape = tuple(self.features.shape)
         if self.features.dim() != 3:
             raise ValueError(f"features: expected (batch, tokens, channels), found shape {shape}")
@@ -39,22 +42,19 @@ class Tokens:
                 raise ValueError(f"mask: expected booleans (True = real), found {self.mask.dtype}")
             if self.mask.shape != self.features.shape[:2]:
                 raise ValueError(f"mask: expected shape {shape[:2]}, found {tuple(self.mask.shape)}")
-        if self.cls is not None and self.cls.shape != (shape[0], shape[2]):
-            raise ValueError(f"cls: expected shape {(shape[0], shape[2])}, found {tuple(self.cls.shape)}")
+        if self.cls is not None:
+            if self.cls.shape != (shape[0], shape[2]):
+                raise ValueError(f"cls: expected shape {(shape[0], shape[2])}, found {tuple(self.cls.shape)}")
+            if not self.cls.is_floating_point():
+                raise ValueError(f"cls: expected floating-point numbers, found {self.cls.dtype}")
 
     @classmethod
     def padded(cls, features: Tensor, lengths: Tensor | Sequence[int]) -> Tokens:
         """Tokens of padded rows: the first lengths[i] tokens of row i are real. features (B,N,C)."""
-        counts = torch.as_tensor(lengths, device=features.device).reshape(-1)
-        if features.dim() != 3 or len(counts) != len(features):
-            raise ValueError(
-                f"lengths: expected one for each row of features {tuple(features.shape)}, found {len(counts)}"
-            )
-        limit = features.shape[1]
-        if len(counts) and (counts.min() < 0 or counts.max() > limit):
-            raise ValueError(
-                f"lengths: expected 0 to {limit}, found {int(counts.min())} to {int(counts.max())}"
-            )
+        if not isinstance(features, Tensor) or features.dim() != 3:
+            raise ValueError(f"features: expected (batch, tokens, channels), found {describe(features)}")
+        rows, limit = features.shape[:2]
+        counts = read_lengths("lengths", lengths, rows, limit).to(features.device)
         return cls(features, torch.arange(limit, device=features.device) < counts.unsqueeze(1))
 
     @classmethod
@@ -62,6 +62,12 @@ class Tokens:
         """Tokens of rows of different lengths, padded with zeros. Each row (length,C), length 0 allowed."""
         if not rows:
             raise ValueError("rows: expected at least one, found none")
+        for number, row in enumerate(rows):
+            if not isinstance(row, Tensor) or row.dim() != 2 or row.shape[1] != rows[0].shape[1]:
+                channels = rows[0].shape[1] if number else "channels"
+                raise ValueError(
+                    f"rows: expected (length, {channels}) each, found {describe(row)} in row {number}"
+                )
         padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
         if padded.shape[1] == 0:
             padded = padded.new_zeros(len(rows), 1, padded.shape[2])
@@ -140,3 +146,28 @@ class Tokens:
         if not bool(rows.all()):
             first = int((~rows).nonzero()[0])
             raise ValueError(f"{name}: expected finite features, found NaN or infinity in item {first}")
+
+
+def read_lengths(name: str, lengths: Tensor | Sequence[int], rows: int, limit: int, least: int = 0) -> Tensor:
+    """How many of at most limit tokens are real in each row, checked under the caller's name. -> (rows,)"""
+    try:
+        counts = torch.as_tensor(lengths).reshape(-1)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name}: expected a whole number for each row, found {lengths!r}") from None
+    if len(counts) != rows:
+        raise ValueError(f"{name}: expected one for each of {rows} rows, found {len(counts)}")
+    whole = counts.long()
+    if counts.dtype == torch.bool or not torch.equal(whole.to(counts.dtype), counts):
+        raise ValueError(f"{name}: expected whole numbers, found {describe(counts)}")
+    if rows and (whole.min() < least or whole.max() > limit):
+        raise ValueError(
+            f"{name}: expected {least} to {limit}, found {int(whole.min())} to {int(whole.max())}"
+        )
+    return whole
+
+
+def describe(value: object) -> str:
+    """What a value is, in a few words for a sentence: a tensor's shape, a vector's numbers, else its type."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return str(value.tolist()) if value.dim() == 1 and len(value) <= 8 else f"shape {tuple(value.shape)}"
