@@ -21,6 +21,8 @@ from seps.compat import (
     HRPA_function,
     MultiModalSDTPS,
     RatioLoss,
+    SDTPS_TokenAggregation,
+    SDTPS_TokenSparse,
     SEPSLoss,
     TokenAggregation,
     TokenSparse,
@@ -28,6 +30,7 @@ from seps.compat import (
     import_state_dict,
     mask_xattn_one_text,
 )
+from seps.modalities import RGB_NIR_TIR, MultiModalSlimmer, reidentification
 
 SIZES = {"embed_size": 32, "num_patches": 16, "sparse_ratio": 0.5, "aggr_ratio": 0.4}
 MODULES = {
@@ -81,6 +84,24 @@ def test_a_similarity_in_evaluation_and_masks_beside_it_in_training(name, dense)
 
 
 @modules
+def test_lengths_may_come_in_a_list(name):
+    images, captions, lengths, dense, dense_lengths = pair_arguments()
+    module = MODULES[name]().eval()
+    expected = module(images, captions, lengths, dense, dense_lengths)
+    assert torch.equal(
+        module(
+            img_embs=images,
+            cap_embs=captions,
+            cap_lens=lengths.tolist(),
+            long_cap_embs=dense,
+            long_cap_lens=tuple(dense_lengths.tolist()),
+        ),
+        expected,
+    )
+    assert torch.equal(module(images, captions, lengths.float(), dense, dense_lengths.float()), expected)
+
+
+@modules
 @pytest.mark.parametrize("dense", [False, True])
 def test_the_similarity_is_that_of_a_slim_head(name, dense):
     module, arguments = MODULES[name]().eval(), pair_arguments(dense)
@@ -103,6 +124,8 @@ def test_the_similarity_is_that_of_a_slim_head(name, dense):
 
 def test_names_of_the_documents():
     assert SDTPS is CrossSparseAggrNet
+    assert SDTPS_TokenSparse is TokenSparse
+    assert SDTPS_TokenAggregation is TokenAggregation
     assert HRPA_function is mask_xattn_one_text
     model = create_seps_model(
         embed_size=32, num_patches=16, use_paper_version=True, use_gumbel_softmax=True, gumbel_tau=0.7
@@ -203,6 +226,34 @@ def test_the_noise_of_token_sparse_reaches_the_score_through_the_kept_tokens():
         gradients.append(module.score_predictor[0].weight.grad)
     assert gradients[0] is None
     assert gradients[1].any()
+
+
+def test_token_sparse_draws_no_number_without_noise():
+    arguments = torch.randn(3, 10, 32), torch.randn(3, 10), torch.randn(3, 10)
+    before = torch.get_rng_state()
+    TokenSparse(32, 0.6).train()(*arguments)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parts_stay_finite_in_half_precision(dtype):
+    tokens, own, text = (torch.randn(shape).to(dtype) for shape in ((64, 40, 32), (64, 40), (64, 40)))
+    sparse = TokenSparse(32, 0.5, use_paper_version=True).to(dtype)
+    kept, residual, _ = sparse(tokens, own, text, use_gumbel=True)
+    slim = TokenAggregation(32, 4).to(dtype)(kept)
+    score = HRPA(32, use_paper_version=True).to(dtype)(
+        F.normalize(torch.cat([slim, residual], 1), dim=-1), F.normalize(tokens[:, :5], dim=-1)
+    )
+    assert (kept.dtype, slim.dtype, score.dtype) == (dtype,) * 3
+    score.sum().backward()
+    assert torch.isfinite(score).all()
+    assert all(torch.isfinite(each.grad).all() for each in sparse.parameters())
+
+
+def test_an_aggregation_of_nothing_is_nothing():
+    slim = TokenAggregation(32, 4)(torch.randn(2, 5, 32), torch.tensor([[0.0] * 5, [1.0] * 5]))
+    assert not slim[0].any()
+    assert slim[1].any()
 
 
 def test_aggregations_are_convex_and_heed_the_keep_policy():
@@ -370,10 +421,20 @@ def test_import_renames_every_weight_and_leaves_the_spare_predictor_out():
     assert not [key for key in import_state_dict(single) if ".dense" in key]
 
 
+def test_import_renames_the_weights_of_three_modalities():
+    module, arguments = MultiModalSDTPS(32, 16).eval(), modality_arguments()
+    own = MultiModalSlimmer(RGB_NIR_TIR, reidentification(), 16, 32).eval()
+    own.load_state_dict(import_state_dict(module.state_dict()), strict=True)
+    tokens = dict(zip(RGB_NIR_TIR, map(Tokens, arguments[:3]), strict=True))
+    found = own(tokens, dict(zip(RGB_NIR_TIR, arguments[3:], strict=True)))
+    for one, other in zip(found.values(), module(*arguments)[:3], strict=True):
+        close(one, other)
+
+
 def test_import_refuses_what_it_does_not_know():
     assert refusal(lambda: import_state_dict({"img_enc.weight": torch.zeros(1)})) == (
         "state: expected names that begin with sparse_net_cap, sparse_net_long, aggr_net, hrpa, "
-        "found 'img_enc.weight'"
+        "or a modality's rgb_sparse, rgb_aggr, found 'img_enc.weight'"
     )
 
 
@@ -400,7 +461,14 @@ def test_import_refuses_what_it_does_not_know():
         ({"cap_embs": torch.full((5, 9, 32), math.nan)}, "cap_embs: expected finite features, found NaN"),
         ({"cap_lens": torch.tensor([3, 10, 1, 7, 5])}, "cap_lens: expected 1 to 9, found 1 to 10"),
         ({"cap_lens": torch.tensor([3, 0, 1, 7, 5])}, "cap_lens: expected 1 to 9, found 0 to 7"),
-        ({"cap_lens": torch.tensor([3, 9])}, "cap_lens: expected one for each of 5 texts, found 2"),
+        ({"cap_lens": [3, 2.5, 1, 7, 5]}, "cap_lens: expected whole numbers, found [3.0, 2.5"),
+        ({"cap_lens": None}, "cap_lens: expected a whole number for each row, found None"),
+        ({"img_embs": [1.0]}, "img_embs: expected shape (batch, tokens, 32), found list"),
+        (
+            {"img_embs": torch.ones(4, 17, 32).long()},
+            "img_embs: expected floating-point numbers, found torch",
+        ),
+        ({"cap_lens": torch.tensor([3, 9])}, "cap_lens: expected one for each of 5 rows, found 2"),
         (
             {"long_cap_lens": None},
             "long_cap_embs, long_cap_lens: expected both or neither, found one of them",
@@ -470,11 +538,67 @@ def test_the_whole_refuses_what_does_not_fit_by_its_own_names(change, sentence):
         ),
         (
             lambda: CrossSparseAggrNet(sparse_ratio=1.5),
-            "keep_ratio: expected above 0 and at most 1, found 1.5",
+            "sparse_ratio: expected above 0 and at most 1, found 1.5",
+        ),
+        (lambda: CrossSparseAggrNet(aggr_ratio=0), "aggr_ratio: expected above 0 and at most 1, found 0"),
+        (lambda: CrossSparseAggrNet(gumbel_tau=0), "gumbel_tau: expected above 0 and finite, found 0"),
+        (lambda: CrossSparseAggrNet(top_k=0), "top_k: expected at least 1, found 0"),
+        (lambda: MultiModalSDTPS(32, beta=-1), "beta: expected at least 0 and finite, found -1"),
+        (
+            lambda: CrossSparseAggrNet_v2(SimpleNamespace(embed_size=32, num_patches=16)),
+            "opt: expected embed_size, num_patches, sparse_ratio, aggr_ratio, "
+            "found no sparse_ratio, aggr_ratio",
+        ),
+        (
+            lambda: TokenSparse(32)(torch.full((2, 5, 32), math.nan), torch.zeros(2, 5), torch.zeros(2, 5)),
+            "tokens: expected finite features, found NaN or infinity in item 0",
+        ),
+        (
+            lambda: TokenSparse(32)(torch.zeros(2, 5, 32), torch.zeros(2, 5), torch.full((2, 5), math.inf)),
+            "attention_y: expected finite features, found NaN or infinity in item 0",
+        ),
+        (
+            lambda: TokenSparse(32)(torch.zeros(2, 5, 32), *[torch.zeros(2, 5)] * 2, gumbel_tau=0.0),
+            "gumbel_tau: expected above 0 and finite, found 0.0",
+        ),
+        (lambda: TokenSparse(32, 2.0), "sparse_ratio: expected above 0 and at most 1, found 2.0"),
+        (lambda: TokenSparse(2, use_paper_version=True), "embed_dim: expected at least 4, found 2"),
+        (lambda: TokenAggregation(32, 0), "keeped_patches: expected at least 1, found 0"),
+        (lambda: TokenAggregation(3, 4), "dim, dim_ratio: expected a product of at least 1, found 3 and 0.2"),
+        (
+            lambda: TokenAggregation(32)(torch.full((2, 5, 32), math.nan)),
+            "x: expected finite features, found NaN or infinity in item 0",
+        ),
+        (lambda: HRPA(32, 0), "top_k: expected at least 1, found 0"),
+        (
+            lambda: mask_xattn_one_text(torch.zeros(2, 5, 32), torch.zeros(3, 4, 32)),
+            "cap_i_expand: expected the text once for each of 2 images, found 3",
+        ),
+        (
+            lambda: mask_xattn_one_text(torch.full((2, 5, 32), math.nan), torch.zeros(2, 4, 32)),
+            "img_embs: expected finite features, found NaN or infinity in item 0",
+        ),
+        (
+            lambda: MultiModalSDTPS(32)(
+                torch.zeros(3, 16, 32), torch.zeros(2, 16, 32), *modality_arguments()[2:]
+            ),
+            "NI_cash: expected 3 samples as RGB_cash, found 2",
+        ),
+        (
+            lambda: MultiModalSDTPS(32)(None, *modality_arguments()[1:]),
+            "RGB_cash: expected shape (batch, tokens, 32), found NoneType",
+        ),
+        (
+            lambda: SEPSLoss()(torch.zeros(3, 3), None),
+            "score_mask: expected one mask, or one of each branch, found 0",
+        ),
+        (
+            lambda: ContrastiveLoss()(torch.zeros(3, 3), torch.tensor([1, 2])),
+            "img_ids: expected 3 of them, found 2",
         ),
         (
             lambda: RatioLoss()([torch.zeros(1)] * 3),
-            "decisions: expected those of one or two branches, found 3",
+            "score_mask: expected one mask, or one of each branch, found 3",
         ),
         (
             lambda: ContrastiveLoss()(torch.zeros(2, 3)),

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from making import RECIPES, make_case, make_head, relative_error
 from seps import SlimHead, Tokens, compat, laps, paper, released
+from seps.modalities import RGB_NIR_TIR, MultiModalSlimmer, reidentification
 from seps.recipe import Recipe
 
 KINDS = (
@@ -147,28 +148,46 @@ def test_golden_numbers_through_the_native_names(golden, name):
     assert_same_gradients(found, expected)
 
 
-def test_golden_numbers_of_three_modalities(golden):
-    meta, case = golden("reid_sdtps")
+def run_ancestor(meta: dict, weights: dict[str, Tensor], tokens: list[Tensor], anchors: list[Tensor]):
     module = compat.MultiModalSDTPS(
         meta["embed_dim"], meta["num_patches"], meta["sparse_ratio"], meta["aggr_ratio"], beta=meta["beta"]
     )
-    module.load_state_dict(part(case, "w."), strict=True)
+    module.load_state_dict(weights, strict=True)
+    found = module(*tokens, *anchors)
+    return module, found[:3], found[3:]
+
+
+def run_native(meta: dict, weights: dict[str, Tensor], tokens: list[Tensor], anchors: list[Tensor]):
+    recipe = reidentification(
+        keep_ratio=meta["sparse_ratio"], aggregate_ratio=meta["aggr_ratio"], mixing=meta["beta"]
+    )
+    module = MultiModalSlimmer(RGB_NIR_TIR, recipe, meta["num_patches"], meta["embed_dim"])
+    module.load_state_dict(compat.import_state_dict(weights), strict=True)
+    patches = dict(zip(RGB_NIR_TIR, map(Tokens, tokens), strict=True))
+    seen = module.inspect(patches, dict(zip(RGB_NIR_TIR, anchors, strict=True))).values()
+    return module, [each.tokens for each in seen], [each.decision for each in seen]
+
+
+@pytest.mark.parametrize("run", [run_ancestor, run_native])
+def test_golden_numbers_of_three_modalities(golden, run):
+    meta, case = golden("reid_sdtps")
+    tokens = [case[f"in.tokens.{name}"].requires_grad_() for name in RGB_NIR_TIR]
+    anchors = [case[f"in.global.{name}"].requires_grad_() for name in RGB_NIR_TIR]
+    module, enhanced, masks = run(meta, part(case, "w."), tokens, anchors)
     assert sum(each.numel() for each in module.parameters()) == meta["n_params"]
-    names = ("rgb", "nir", "tir")
-    tokens = {name: case[f"in.tokens.{name}"].requires_grad_() for name in names}
-    anchors = {name: case[f"in.global.{name}"].requires_grad_() for name in names}
-    *enhanced, first, second, third = module(*tokens.values(), *anchors.values())
-    for name, found, mask in zip(names, enhanced, (first, second, third), strict=True):
+    for name, found, mask in zip(RGB_NIR_TIR, enhanced, masks, strict=True):
+        assert list(found.shape) == meta["shape"]
         assert relative_error(found, case[f"out.enhanced.{name}"]) <= TOLERANCE
         assert torch.equal(mask, case[f"out.mask.{name}"])
-    sum(
-        (found * case[f"in.upstream.{name}"]).sum() for name, found in zip(names, enhanced, strict=True)
-    ).backward()
-    for name in names:
-        assert_same_gradient(tokens[name].grad, case[f"grad.tokens.{name}"])
-        assert_same_gradient(anchors[name].grad, case[f"grad.global.{name}"])
-    found = {key: parameter.grad for key, parameter in module.named_parameters()}
-    assert_same_gradients(found, part(case, "grad.w."))
+    upstream = [case[f"in.upstream.{name}"] for name in RGB_NIR_TIR]
+    sum((found * each).sum() for found, each in zip(enhanced, upstream, strict=True)).backward()
+    for name, patches, anchor in zip(RGB_NIR_TIR, tokens, anchors, strict=True):
+        assert_same_gradient(patches.grad, case[f"grad.tokens.{name}"])
+        assert_same_gradient(anchor.grad, case[f"grad.global.{name}"])
+    expected = part(case, "grad.w.")
+    if run is run_native:
+        expected = compat.import_state_dict(expected)
+    assert_same_gradients({key: each.grad for key, each in module.named_parameters()}, expected)
 
 
 # Slow loops: one image, one text, one patch at a time, as the equations are printed
