@@ -96,6 +96,39 @@ def test_padding_that_is_not_a_number_stays_out_of_the_gradient(name):
 
 @names
 @few
+@given(
+    count=st.integers(1, 4),
+    patches=st.integers(1, 24),
+    channels=st.integers(5, 40),
+    cls=st.booleans(),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    keep_ratio=st.floats(0.02, 1.0),
+    top_k=st.integers(1, 9),
+    size=st.sampled_from([1e-3, 1.0, 1e3]),
+    seed=st.integers(0, 2**16),
+)
+def test_scores_of_any_shape_depend_on_no_order_and_no_block(
+    name, count, patches, channels, cls, lengths, keep_ratio, top_k, size, seed
+):
+    torch.manual_seed(seed)
+    recipe = replace(RECIPES[name], keep_ratio=keep_ratio, top_k=top_k)
+    images = make_images(count, patches, channels, cls)
+    images = Tokens(size * images.features, cls=images.cls)
+    texts = make_words(lengths, channels)
+    dense = make_dense(recipe, count, len(lengths), channels)
+    head = make_head(recipe, patches, channels)
+    scores = head(images, texts, dense)
+    assert torch.isfinite(scores).all()
+    close(head.inspect(images, texts, dense).scores, scores, 1e-4)
+    close(head(images, texts, dense, budget=1), scores, 1e-4)
+    order, words = torch.randperm(patches), torch.randperm(max(lengths))
+    images = Tokens(images.features[:, order], cls=images.cls)
+    texts = Tokens(texts.features[:, words], texts.mask[:, words])
+    close(head(images, texts, dense), scores, 1e-4)
+
+
+@names
+@few
 @given(seed=st.integers(0, 2**16))
 def test_the_order_of_patches_does_not_matter(name, seed):
     torch.manual_seed(seed)
