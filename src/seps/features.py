@@ -22,7 +22,7 @@ import torch
 from PIL import ImageOps
 from torch import Tensor, nn
 
-from seps.cca import correlate, principal, start_projection
+from seps.cca import RIDGE, correlate, principal, start_projection
 from seps.data.images import evaluate_image, names_side
 from seps.data.records import Record, Source
 from seps.encoders import ImageEncoder, TextEncoder
@@ -343,13 +343,13 @@ def pool(model: SepsModel, processor: SepsProcessor, source: Source, limit: int)
     return torch.cat(images), texts, owners[torch.tensor(order)]
 
 
-def start_projections(model: SepsModel, pooled: Pooled) -> None:
+def start_projections(model: SepsModel, pooled: Pooled, ridge: float = RIDGE) -> None:
     """Start both necks' projections at the linear maps under which pooled pictures and captions correlate."""
     pictures, captions, owners = pooled
     images, texts = model.image_encoder.neck.projection, model.text_encoder.neck.projection
     matched = model.recipe.dense == "matched"
     count = min(images.out_features, images.in_features, texts.in_features) // (2 if matched else 1)
-    found = correlate(pictures, captions, owners, count)
+    found = correlate(pictures, captions, owners, count, ridge)
     start_projection(images, found.images)
     if not matched:
         start_projection(texts, found.texts)

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Literal, get_type_hints
 
+from seps.cca import RIDGE
 from seps.objective import ObjectiveSettings
 from seps.optimisation import OptimSettings
 from seps.recipe import PRESETS, Recipe
@@ -119,6 +120,8 @@ class ModelOptions:
     projections: Literal["random", "cca"] = "random"
     """Where the projections above pre-trained backbones start: at random, or at the linear maps under which
     the mean-pooled features of pictures and captions correlate most."""
+    ridge: float = RIDGE
+    """What "cca" adds to the variances, as a share of their mean."""
     gradient_checkpointing: bool = False
     """Compute the backbones' activations again in the backward pass instead of keeping them."""
 

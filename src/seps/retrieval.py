@@ -78,7 +78,7 @@ class RetrievalTask:
         self.describes = model.recipe.dense != "none" and count_described(train) > 0
         self.features = self._open_features()
         if options.model.start is None and options.model.projections == "cca":
-            start_projections(model, self._pooled())
+            start_projections(model, self._pooled(), options.model.ridge)
 
     def _open_features(self) -> Features | None:
         """Kept features, completed by the first process."""
