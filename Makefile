@@ -5,13 +5,13 @@
 # Paths are relative to this file: `make -C` works from anywhere, and PYTHON=... chooses an interpreter.
 PYTHON ?=
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3)
-EXTRAS := gallery,web,plots,dev
+EXTRAS := gallery,web,plots,mini,demo,dev
 RUN := .venv/bin/python
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv ## train, index and search on built-in data, in minutes on a laptop
+demo: .venv ## search photographs, train on drawn scenes, serve the page (DEMO_SERVE=0 stops before)
 	@$(RUN) -m seps.demo
 
 test: .venv ## run every test

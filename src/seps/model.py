@@ -34,6 +34,8 @@ __all__ = ["SepsConfig", "SepsModel", "SepsProcessor", "create", "load", "save_s
 
 SHIPPED = Path(__file__).parent / "shipped"
 """Folders of the models that come with this package."""
+DEFAULT = "seps-mini"
+"""The model that is used where none is named."""
 SMALL = "model.int8.safetensors"
 
 GlobalUse = Literal["none", "loss", "score"]

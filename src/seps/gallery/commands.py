@@ -41,7 +41,7 @@ class IndexOptions:
     gallery: str
     """Where the gallery stands or is to stand, a folder or a bucket (s3://...)."""
     model: str = ""
-    """The model's folder or hub name; may be left out where the gallery exists already."""
+    """The model's folder or hub name; where it is left out, the gallery's own, or seps-mini for a new one."""
     descriptions: str = ""
     """A JSONL that names an `image` and its `dense` text, and `tags`, on every line."""
     prune: bool = False
@@ -139,14 +139,13 @@ def conclude(gallery: Gallery, report: Added) -> None:
 
 def open_or_create(options: IndexOptions) -> Gallery:
     """The gallery of the options, made where there is none."""
-    from seps.model import load
+    from seps.model import DEFAULT, load
 
     if Store.exists(options.gallery):
         return load_gallery(options.gallery, options.model)
-    if not options.model:
-        raise ValueError(f"{options.gallery}: expected --model for a new gallery, found none")
-    model, processor = load(options.model)
-    source = absolute(options.model) if Path(options.model).exists() else options.model
+    name = options.model or DEFAULT
+    model, processor = load(name)
+    source = absolute(name) if Path(name).exists() else name
     return Gallery.create(options.gallery, model, processor, options.precision, source)
 
 

@@ -104,20 +104,10 @@ def make_rows(
     images = encode_pixels(model, torch.stack([each.pixels for each in ready]))
     images.require_finite("picture")
     texts = [each.said.description for each in ready]
-    vectors: dict[str, list[np.ndarray | None]] = {
-        name: [None] * len(ready) for name in ("description_vector", "text_vector")
-    }
-    words: list[bytes | None] = [None] * len(ready)
-    dense: Tokens | None = None
+    dense = None
     if any(texts):
-        dense = encode_texts(
-            model, processor, [text or None for text in texts], model.recipe.description_length
-        )
-        words = pack(dense, precision)
-        means, pooled = halves(mean_word(dense)), halves(model.global_texts(dense))
-        for place in dense.present.nonzero().flatten().tolist():
-            vectors["description_vector"][place] = means[place]
-            vectors["text_vector"][place] = pooled[place]
+        spoken = [text or None for text in texts]
+        dense = encode_texts(model, processor, spoken, model.recipe.description_length)
     schema = row_schema(images.channels)
     now = datetime.now().replace(microsecond=0)
     columns = {
@@ -134,21 +124,40 @@ def make_rows(
         "indexed": [now] * len(ready),
         "tags": [list(each.said.tags) for each in ready],
         "description": texts,
-        "described": [each is not None for each in words],
         "thumbnail": [each.thumbnail for each in ready],
         "original": [
             each.picture.source if isinstance(each.picture.source, bytes) else None for each in ready
         ],
-        "patches": pack(images, precision),
-        "words": words,
-        "sketch": sketch(model, images, dense if uses_descriptions(model) else None, typical, precision),
-        "pixel_vector": list(halves(model.global_images(images))),
-        **vectors,
+        **kept_tokens(model, images, dense, typical, precision),
     }
     return pa.table(
         [pa.array(columns[field.name], field.type) for field in schema],
         schema=schema,
     )
+
+
+@torch.inference_mode()
+def kept_tokens(
+    model: SepsModel, images: Tokens, dense: Tokens | None, typical: Tokens, precision: Precision
+) -> dict[str, list[Any]]:
+    """What the table keeps of the tokens of some pictures. images (B,N,C), dense (B,D,C)"""
+    words: list[bytes | None] = [None] * len(images)
+    means: list[np.ndarray | None] = [None] * len(images)
+    pooled: list[np.ndarray | None] = [None] * len(images)
+    if dense is not None:
+        words = pack(dense, precision)
+        all_means, all_pooled = halves(mean_word(dense)), halves(model.global_texts(dense))
+        for place in dense.present.nonzero().flatten().tolist():
+            means[place], pooled[place] = all_means[place], all_pooled[place]
+    return {
+        "patches": pack(images, precision),
+        "words": words,
+        "described": [each is not None for each in words],
+        "sketch": sketch(model, images, dense if uses_descriptions(model) else None, typical, precision),
+        "pixel_vector": list(halves(model.global_images(images))),
+        "description_vector": means,
+        "text_vector": pooled,
+    }
 
 
 def mean_word(texts: Tokens) -> Tensor:

@@ -1,10 +1,7 @@
-"""`make demo`: train on built-in scenes, measure, draw what was kept; in minutes, without a download."""
+"""The drawn part of the demonstration: train on built-in scenes, measure, draw what was kept."""
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
@@ -13,10 +10,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers.utils import logging as ecosystem
 
-from seps.cli import MISTAKES, sentence
 from seps.data.records import Source
+from seps.demo.saying import say, title
 from seps.evaluation import (
     Corpus,
     Grounding,
@@ -36,7 +32,6 @@ from seps.retrieval import train
 from seps.sources import SceneOptions, open_source, truths_of
 from seps.training import FitSettings
 
-FOLDER = "DEMO_FOLDER"
 LIGHT = {"kind": "light", "width": 96, "heads": 4}
 SCENES = SceneOptions(train=960, dev=50, test=200)
 
@@ -170,16 +165,12 @@ def _wrapped(text: str, width: int = 44) -> str:
     return "\n".join(textwrap.wrap(text, width))
 
 
-def say(text: str) -> None:
-    """A line for whoever watches."""
-    print(text, flush=True)
-
-
-def show_training(folder: Path) -> tuple[Trained, Source]:
+def show_training(folder: Path) -> None:
     """Train both models, print the tables, draw the picture."""
     options = plan(folder)
     source = open_source(options.data.folder, options.data, "test")
-    say(f"Training light encoders on {SCENES.train} drawn scenes, on the CPU; {folder} keeps everything.")
+    title("Drawn scenes: train, and measure against the mean-pooled baseline")
+    say(f"Light encoders learn from {SCENES.train} drawn scenes, twice; {folder} keeps everything.")
     pooled = learn(baseline(options, folder), source)
     seps = learn(options, source)
     rows = figures(seps, pooled)
@@ -193,29 +184,3 @@ def show_training(folder: Path) -> tuple[Trained, Source]:
     picture = folder / "kept.png"
     if draw_kept(seps, source, picture):
         say(f"\nWhat stays of a scene for its caption: {picture}")
-    return seps, source
-
-
-def run(folder: Path) -> None:
-    """The whole demonstration."""
-    folder.mkdir(parents=True, exist_ok=True)
-    show_training(folder)
-
-
-def main() -> int:
-    """The entry point of `make demo`."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    ecosystem.set_verbosity_error()
-    ecosystem.disable_progress_bar()
-    try:
-        run(Path(os.environ.get(FOLDER, "runs/demo")))
-    except KeyboardInterrupt:
-        return 130
-    except MISTAKES as error:
-        print(f"demo: {sentence(error)}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
