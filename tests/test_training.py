@@ -123,6 +123,18 @@ def test_learning_improves_the_score_and_the_best_is_kept(tmp_path):
     assert kept.evaluate()["score"] == outcome.best["score"]
 
 
+def test_without_a_score_the_newest_model_is_kept(tmp_path):
+    class Unmeasured(Regression):
+        def evaluate(self):
+            return {}
+
+    task = Unmeasured()
+    outcome = fit(task, settings(tmp_path))
+    assert outcome.best_epoch == 3 and outcome.best == {}
+    kept, last = read_snapshot(outcome.model / "model.safetensors"), weights(tmp_path)["average"]
+    assert last and same({name: kept[name] for name in last}, last)
+
+
 def test_the_budget_of_steps_ends_a_run_inside_an_epoch(tmp_path):
     task = Regression()
     outcome = fit(task, settings(tmp_path, epochs=5, most_steps=8))

@@ -84,7 +84,7 @@ class Task(Protocol[Batch]):
         ...
 
     def evaluate(self) -> Mapping[str, float]:
-        """Figures on dev; the key "score" says how good the model is."""
+        """Figures on dev; the key "score" says how good the model is: without one the newest is the best."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -341,15 +341,17 @@ class _Run:
         self.model.eval()
         with self.average.lent(self.model) if self.average is not None else nullcontext():
             figures = {name: float(value) for name, value in self.task.evaluate().items()}
-            if not math.isfinite(figures["score"]):
-                raise FloatingPointError(f"dev score is {figures['score']} after epoch {self.at.epoch}")
+            score = figures.get("score", math.inf)
+            if figures and not math.isfinite(score):
+                raise FloatingPointError(f"dev score is {score} after epoch {self.at.epoch}")
             self.at.last = figures
-            if not self.at.best or figures["score"] > self.at.best["score"]:
+            if not self.at.best or score > self.at.best["score"]:
                 self.at.best, self.at.best_epoch = figures, self.at.epoch
                 replace_folder(self.folder / BEST, self.task)
-        journal.write("dev", self.at.step, self.at.epoch, figures)
+        if figures:
+            journal.write("dev", self.at.step, self.at.epoch, figures)
+            logger.info("epoch %d: %s", self.at.epoch, brief(figures))
         draw_curves(self.folder / LOG, self.folder / "curves.png")
-        logger.info("epoch %d: %s", self.at.epoch, brief(figures))
 
 
 def brief(figures: Mapping[str, float]) -> str:

@@ -1,5 +1,7 @@
 """Readers of the three layouts on files written here, and what they say about broken ones."""
 
+import shutil
+
 import pytest
 from PIL import Image
 
@@ -159,7 +161,9 @@ def test_a_name_that_does_not_fit(msvr310):
 def test_a_refusal_counts_the_others_and_says_how_to_go_on(rgbnt201):
     for name in ("000258_cam1_0_01.jpg", "000258_cam2_0_02.jpg", "000259_cam1_0_01.jpg"):
         (rgbnt201 / "test" / "NI" / name).unlink()
-    with pytest.raises(ValueError, match=r"000258_cam1_0_01.jpg: .*, and 2 more; broken \"skip\" goes on"):
+    with pytest.raises(
+        ValueError, match=r"000258_cam1_0_01.jpg: .*, and 2 more; broken \"skip\" .*\"absent\""
+    ):
         read(rgbnt201)
     dataset = read(rgbnt201, broken="skip")
     assert len(dataset.problems) == 3 and len(dataset.query) == 1
@@ -195,8 +199,23 @@ def test_a_folder_of_no_known_layout(tmp_path):
         read(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="broken: expected one of"):
         read(tmp_path, layout="RGBNT201", broken="ignore")
-    with pytest.raises(ValueError, match="expected pictures to train"):
+    with pytest.raises(
+        ValueError, match="train_171: expected pictures in the layout of RGBNT201, found none"
+    ):
         read(tmp_path, layout="RGBNT201")
+
+
+def test_only_the_splits_that_are_asked_for_are_read(rgbnt100):
+    """A test set is measured whatever is wrong with the training set, and the other way round."""
+    write(rgbnt100 / "rgbir" / "bounding_box_train" / "0777_c0001_001.jpg", (512, 128))
+    tested = read(rgbnt100, splits=("query", "gallery"))
+    assert not tested.train and len(tested.query) == 2 and len(tested.gallery) == 4
+    for split in ("query", "bounding_box_test"):
+        shutil.rmtree(rgbnt100 / "rgbir" / split)
+    trained = read(rgbnt100, broken="skip", splits=("train",))
+    assert len(trained.train) == 4 and not trained.query and not trained.gallery
+    with pytest.raises(ValueError, match="query: expected pictures in the layout of RGBNT100, found none"):
+        read(rgbnt100, broken="skip")
 
 
 def sighting(identity, camera, scene=0, name="") -> Sighting:
@@ -226,3 +245,5 @@ def test_holding_out_divides_identities_and_leaves_the_test_set_alone(rgbnt201):
     assert any(hold_out(dataset, 0.5, seed=seed) != divided for seed in range(4, 10))
     with pytest.raises(ValueError, match="share"):
         hold_out(dataset, 1.0)
+    whole = hold_out(dataset, 0)
+    assert whole.train == dataset.train and not whole.query and not whole.gallery

@@ -12,7 +12,8 @@ from seps.modalities import reidentification
 from seps.reid.data import FilePicture, hold_out
 from seps.reid.model import load
 from seps.reid.rendered import render_dataset
-from seps.reid.report import EvalOptions
+from seps.reid.report import EvalOptions, open_split
+from seps.reid.sources import SightingOptions
 from seps.reid.training import (
     DataOptions,
     ModelOptions,
@@ -24,7 +25,8 @@ from seps.reid.training import (
     ratio_loss,
     train,
 )
-from seps.training import FitSettings
+from seps.snapshots import read_snapshot
+from seps.training import SNAPSHOT, FitSettings
 
 LIGHT = {"kind": "light", "size": [64, 32], "width": 16, "layers": 1, "heads": 2}
 SMALL = {"image_encoder": LIGHT, "channels": 16}
@@ -167,6 +169,23 @@ def test_a_run_that_was_broken_ends_as_if_it_had_not_been(tmp_path, monkeypatch)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_with_nothing_held_out_all_are_trained_on_and_the_last_epoch_is_kept(tmp_path):
+    """Its weights are those of the run's snapshot, at the end of the last of two epochs."""
+    settings = options(tmp_path)
+    outcome, _ = train(
+        replace(settings, data=replace(settings.data, dev_share=0), run=replace(settings.run, epochs=2))
+    )
+    model = load(outcome.model)
+    assert model.config.identities == 8 and outcome.best_epoch == 2 and not outcome.best
+    kept, last = model.state_dict(), read_snapshot(tmp_path / SNAPSHOT)["model"]
+    assert all(torch.equal(kept[name], last[name]) for name in last)
+
+
+def test_what_was_not_held_out_cannot_be_measured_on():
+    with pytest.raises(ValueError, match="data.dev_share: expected above 0"):
+        open_split(SightingOptions(dev_share=0), "dev", "auto")
+
+
 def test_train_eval_and_rank_from_the_command_line(tmp_path, caplog, capsys):
     caplog.set_level("INFO")
     data = ["--data.rendered_people", "8", "--data.rendered_test_people", "3"]
@@ -186,6 +205,7 @@ def test_train_eval_and_rank_from_the_command_line(tmp_path, caplog, capsys):
     report = json.loads((folder / "report.json").read_text())
     rows = {row["missing"] for row in report["figures"]}
     assert rows == {"none", "r", "n", "t", "rn", "rt", "nt"} and report["protocol"] == "camera"
+    assert "alike: n nir, r rgb, t tir." in (folder / "report.md").read_text()
     assert seps("eval", model, *data, "--protocol", "scene", "--missing", "false", "--device", "cpu") == 0
     assert "scene protocol" in caplog.text
     ranks = tmp_path / "ranks"
@@ -200,6 +220,7 @@ def test_train_eval_and_rank_from_the_command_line(tmp_path, caplog, capsys):
     [
         (lambda: DataOptions(modality_dropout=1.0), "data.modality_dropout"),
         (lambda: DataOptions(workers=-1), "data.workers"),
+        (lambda: DataOptions(dev_share=1.0), "data.dev_share: expected 0 to below 1, found 1.0"),
         (lambda: ObjectiveOptions(identity_weight=-1), "objective.identity_weight"),
         (lambda: ObjectiveOptions(smoothing=1.0), "objective.smoothing"),
         (lambda: ObjectiveOptions(margin=-0.1), "objective.margin: expected at least 0 or null, found -0.1"),

@@ -19,7 +19,10 @@ from seps.modalities import RGB_NIR_TIR
 Protocols = Literal["camera", "scene"]
 Broken = Literal["refuse", "skip", "absent"]
 BROKEN = ("refuse", "skip", "absent")
+Split = Literal["train", "query", "gallery"]
+SPLITS: tuple[Split, ...] = ("train", "query", "gallery")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp")
+REMEDY = 'broken "skip" goes on without such sightings, "absent" only without a modality that is missing'
 NO_SCENE = -1
 """The scene of a dataset that knows none."""
 
@@ -96,37 +99,43 @@ class Account:
         """What is left out; ValueError names the first and counts the others when they are refused."""
         if self.items and self.broken == "refuse":
             others = f", and {len(self.items) - 1} more" if len(self.items) > 1 else ""
-            raise ValueError(f'{self.items[0]}{others}; broken "skip" goes on without')
+            raise ValueError(f"{self.items[0]}{others}; {REMEDY}")
         problems = Problems("skip")
         for item in self.items:
             problems.meet(item.where, item.what)
         return problems
 
 
-def read(folder: Path | str, layout: str = "auto", broken: Broken = "refuse") -> Dataset:
+def read(
+    folder: Path | str, layout: str = "auto", broken: Broken = "refuse", splits: Sequence[Split] = SPLITS
+) -> Dataset:
     """A dataset of one of the known layouts, recognised by its folders unless it is named.
 
     broken: a modality file missing, a picture of the wrong size, a name that does not fit, an identity seen
     once only: "refuse" it, "skip" the sighting, or, for a missing file, take that modality as "absent".
+    splits: what is read; the others stay empty, and may be missing from the folder.
     """
     place = Path(folder)
     if not place.is_dir():
         raise ValueError(f"{place}: there is no such folder")
     if layout == "auto":
-        found = [name for name, (marker, _) in LAYOUTS.items() if (place / marker).is_dir()]
+        found = [name for name, each in LAYOUTS.items() if (place / each.marker).is_dir()]
         if len(found) != 1:
-            markers = ", ".join(f"{marker}/ ({name})" for name, (marker, _) in LAYOUTS.items())
+            markers = ", ".join(f"{each.marker}/ ({name})" for name, each in LAYOUTS.items())
             raise ValueError(f"{place}: expected one of the folders {markers}, found {len(found)} of them")
         layout = found[0]
     if layout not in LAYOUTS:
         raise ValueError(f"layout: expected auto or one of {', '.join(LAYOUTS)}, found {layout!r}")
-    account = Account(broken)
-    dataset = LAYOUTS[layout][1](place, account)
-    dataset = replace(dataset, problems=account.settle())
-    for split in ("train", "query", "gallery"):
-        if not getattr(dataset, split):
-            raise ValueError(f"{place}: expected pictures to {split} in the layout of {layout}, found none")
-    return dataset
+    known, account = LAYOUTS[layout], Account(broken)
+    folders = {split: place / known.folders[split] for split in splits}
+    every = {path: known.read(path, account) for path in dict.fromkeys(folders.values())}
+    train, query, gallery = (every[folders[split]] if split in folders else () for split in SPLITS)
+    train = refuse_lone(train, account)
+    problems = account.settle()
+    for path, sightings in every.items():
+        if not sightings:
+            raise ValueError(f"{path}: expected pictures in the layout of {layout}, found none")
+    return Dataset(layout, train, query, gallery, known.protocol, known.size, problems=problems)
 
 
 def opening(dataset: Dataset, broken: Broken) -> Problems:
@@ -134,88 +143,97 @@ def opening(dataset: Dataset, broken: Broken) -> Problems:
     return Problems("refuse" if broken == "refuse" else "skip", dataset.problems.items)
 
 
-def _read_rgbnt201(place: Path, account: Account) -> Dataset:
-    """`train_171` and `test`, each with RGB, NI and TI; 000205_cam2_0_02.jpg; the test set queries itself."""
+def _read_rgbnt201(base: Path, account: Account) -> tuple[Sighting, ...]:
+    """RGB, NI and TI side by side; 000205_cam2_0_02.jpg: identity, camera."""
     folders = {"rgb": "RGB", "nir": "NI", "tir": "TI"}
-
-    def split(name: str) -> tuple[Sighting, ...]:
-        base = place / name
-        names = _names(base / part for part in folders.values())
-        sightings = []
-        for file in names:
-            fields = file.split("_")
-            if not (re.match(r"\d{6}", file) and len(fields) > 1 and fields[1][3:4].isdigit()):
-                account.meet(base / file, "expected a name such as 000205_cam2_0_02.jpg")
-                continue
-            paths = {modality: base / part / file for modality, part in folders.items()}
-            sighting = _sighting(int(file[:6]), int(fields[1][3]), NO_SCENE, base / file, paths, account)
-            sightings += [sighting] if sighting else []
-        return tuple(sightings)
-
-    test = split("test")
-    train = refuse_lone(split("train_171"), account)
-    return Dataset("RGBNT201", train, test, test, "camera", (256, 128))
+    sightings = []
+    for file in _names(base / part for part in folders.values()):
+        fields = file.split("_")
+        if not (re.match(r"\d{6}", file) and len(fields) > 1 and fields[1][3:4].isdigit()):
+            account.meet(base / file, "expected a name such as 000205_cam2_0_02.jpg")
+            continue
+        paths = {modality: base / part / file for modality, part in folders.items()}
+        sighting = _sighting(int(file[:6]), int(fields[1][3]), NO_SCENE, base / file, paths, account)
+        sightings += [sighting] if sighting else []
+    return tuple(sightings)
 
 
-def _read_rgbnt100(place: Path, account: Account) -> Dataset:
-    """One jpg of three tiles side by side, 768 x 128 in all; 0539_c0001_009.jpg."""
+def _read_rgbnt100(base: Path, account: Account) -> tuple[Sighting, ...]:
+    """One jpg of three tiles side by side, 768 x 128 in all; 0539_c0001_009.jpg: identity, camera."""
     size = (768, 128)
-    base = place / "rgbir"
-
-    def split(name: str) -> tuple[Sighting, ...]:
-        sightings = []
-        for path in _pictures(base / name):
-            fields = re.match(r"(-?\d+)_c(\d+)", path.name)
-            if fields is None:
-                account.meet(path, "expected a name such as 0539_c0001_009.jpg")
-                continue
-            identity = int(fields[1])
-            if identity < 0:  # distractors that the dataset itself marks as junk
-                continue
-            found = picture_size(path)
-            if found != size:
-                what = found if isinstance(found, str) else f"found {found[0]}x{found[1]}"
-                account.meet(
-                    path, f"expected three tiles of 256x128 side by side, {size[0]}x{size[1]}, {what}"
-                )
-                continue
-            tiles = {name: FilePicture(path, i, 3) for i, name in enumerate(RGB_NIR_TIR)}
-            sightings.append(Sighting(identity, int(fields[2]), NO_SCENE, path.name, tiles))
-        return tuple(sightings)
-
-    train = refuse_lone(split("bounding_box_train"), account)
-    query, gallery = split("query"), split("bounding_box_test")
-    return Dataset("RGBNT100", train, query, gallery, "camera", (128, 256))
+    sightings = []
+    for path in _pictures(base):
+        fields = re.match(r"(-?\d+)_c(\d+)", path.name)
+        if fields is None:
+            account.meet(path, "expected a name such as 0539_c0001_009.jpg")
+            continue
+        identity = int(fields[1])
+        if identity < 0:  # distractors that the dataset itself marks as junk
+            continue
+        found = picture_size(path)
+        if found != size:
+            what = found if isinstance(found, str) else f"found {found[0]}x{found[1]}"
+            account.meet(path, f"expected three tiles of 256x128 side by side, {size[0]}x{size[1]}, {what}")
+            continue
+        tiles = {name: FilePicture(path, i, 3) for i, name in enumerate(RGB_NIR_TIR)}
+        sightings.append(Sighting(identity, int(fields[2]), NO_SCENE, path.name, tiles))
+    return tuple(sightings)
 
 
-def _read_msvr310(place: Path, account: Account) -> Dataset:
+def _read_msvr310(base: Path, account: Account) -> tuple[Sighting, ...]:
     """A folder an identity with vis, ni and th; 0268_s000_v0_000.jpg: identity, scene, view."""
     folders = {"rgb": "vis", "nir": "ni", "tir": "th"}
-
-    def split(name: str) -> tuple[Sighting, ...]:
-        sightings = []
-        for base in sorted(path for path in (place / name).glob("*") if path.is_dir()):
-            for file in _names(base / part for part in folders.values()):
-                fields = re.match(r"(\d{4})_s(\d{3})_v(\d)", file)
-                if fields is None:
-                    account.meet(base / file, "expected a name such as 0268_s000_v0_000.jpg")
-                    continue
-                identity, scene, view = (int(each) for each in fields.groups())
-                paths = {modality: base / part / file for modality, part in folders.items()}
-                sighting = _sighting(identity, view, scene, base / file, paths, account)
-                sightings += [sighting] if sighting else []
-        return tuple(sightings)
-
-    train = refuse_lone(split("bounding_box_train"), account)
-    query, gallery = split("query3"), split("bounding_box_test")
-    return Dataset("MSVR310", train, query, gallery, "scene", (128, 256))
+    sightings = []
+    for place in sorted(path for path in base.glob("*") if path.is_dir()):
+        for file in _names(place / part for part in folders.values()):
+            fields = re.match(r"(\d{4})_s(\d{3})_v(\d)", file)
+            if fields is None:
+                account.meet(place / file, "expected a name such as 0268_s000_v0_000.jpg")
+                continue
+            identity, scene, view = (int(each) for each in fields.groups())
+            paths = {modality: place / part / file for modality, part in folders.items()}
+            sighting = _sighting(identity, view, scene, place / file, paths, account)
+            sightings += [sighting] if sighting else []
+    return tuple(sightings)
 
 
-# layout -> the folder that tells it, and its reader
-LAYOUTS: dict[str, tuple[str, Callable[[Path, Account], Dataset]]] = {
-    "RGBNT201": ("train_171", _read_rgbnt201),
-    "RGBNT100": ("rgbir", _read_rgbnt100),
-    "MSVR310": ("query3", _read_msvr310),
+@dataclass(frozen=True)
+class Layout:
+    """How a dataset lies: the folder that tells it, those of its splits, and the reader of one of them."""
+
+    marker: str
+    folders: Mapping[Split, str]
+    protocol: Protocols
+    size: tuple[int, int]
+    read: Callable[[Path, Account], tuple[Sighting, ...]]
+
+
+LAYOUTS: dict[str, Layout] = {
+    "RGBNT201": Layout(
+        "train_171",
+        {"train": "train_171", "query": "test", "gallery": "test"},  # the test set queries itself
+        "camera",
+        (256, 128),
+        _read_rgbnt201,
+    ),
+    "RGBNT100": Layout(
+        "rgbir",
+        {
+            "train": "rgbir/bounding_box_train",
+            "query": "rgbir/query",
+            "gallery": "rgbir/bounding_box_test",
+        },
+        "camera",
+        (128, 256),
+        _read_rgbnt100,
+    ),
+    "MSVR310": Layout(
+        "query3",
+        {"train": "bounding_box_train", "query": "query3", "gallery": "bounding_box_test"},
+        "scene",
+        (128, 256),
+        _read_msvr310,
+    ),
 }
 
 
@@ -270,10 +288,12 @@ def hold_out(dataset: Dataset, share: float, seed: int = 0) -> Dataset:
     """The dataset with part of its training identities as query and gallery, the test set out of reach.
 
     For choosing epochs and settings; which identities are held out depends on the seed and on the rest not
-    at all. Queries without a match are left out.
+    at all. Queries without a match are left out. A share of 0 holds out nothing.
     """
-    if not 0 < share < 1:
-        raise ValueError(f"share: expected above 0 and below 1, found {share}")
+    if not 0 <= share < 1:
+        raise ValueError(f"share: expected 0 to below 1, found {share}")
+    if share == 0:
+        return replace(dataset, query=(), gallery=())
     identities = sorted({sighting.identity for sighting in dataset.train})
     count = max(2, round(share * len(identities)))
     if len(identities) < count + 2:

@@ -47,7 +47,7 @@ class IdentitySampler:
         found = len(set(self.identities))
         if found < self.people:
             raise ValueError(
-                f"people: expected at most the {found} identities there are, found {self.people}"
+                f"people: expected at most the {found} identities to train on, found {self.people}"
             )
         if min(self.seed, self.epoch, self.start_step) < 0 or not 0 <= self.rank < self.world_size:
             raise ValueError(

@@ -80,6 +80,10 @@ class Report:
             feature = f"{each.features}, re-ranked" if each.reranked else each.features
             cells = " | ".join(f"{value:.1f}" for value in values)
             lines.append(f"| {label(each.absent)} | {feature} | {cells} |")
+        gone = sorted({name for each in self.figures for name in each.absent})
+        if gone:
+            letters = ", ".join(f"{label((name,))} {name}" for name in gone)
+            lines += ["", f"Missing is what was taken away from queries and gallery alike: {letters}."]
         lines += ["", f"Left out: {len(self.problems)}."]
         return "\n".join([*lines, *(f"- {problem}" for problem in self.problems)]) + "\n"
 
@@ -129,9 +133,12 @@ def with_matches(dataset: Dataset, protocol: Protocols, broken: Broken) -> Datas
 
 def open_split(data: SightingOptions, split: str, protocol: str) -> tuple[Dataset, Protocols]:
     """Queries and gallery to measure on, and the protocol."""
-    dataset = open_dataset(data)
     if split == "dev":
-        dataset = hold_out(dataset, data.dev_share, data.dev_seed)
+        if not data.dev_share:
+            raise ValueError("data.dev_share: expected above 0 to measure on what was held out, found 0")
+        dataset = hold_out(open_dataset(data, ("train",)), data.dev_share, data.dev_seed)
+    else:
+        dataset = open_dataset(data, ("query", "gallery"))
     chosen: Protocols = dataset.protocol if protocol == "auto" else protocol  # type: ignore[assignment]
     return with_matches(dataset, chosen, data.broken), chosen
 

@@ -217,13 +217,16 @@ class ReIdTask:
         return ", ".join(batch.names)
 
     def evaluate(self) -> dict[str, float]:
-        """mAP and CMC on the held-out identities; the score is the mAP of the model's own feature."""
+        """mAP and CMC on the held-out identities, if any; the score is the mAP of the model's own feature."""
         data = self.dataset
+        if not data.query:
+            return {}
         found = figures_on(self.model, data.query, data.gallery, data.protocol, self.problems)
         best = found[self.model.config.features]
         figures = {"score": best.mean_average_precision, "mAP": best.mean_average_precision}
         figures |= {f"r{place}": best.at(place) for place in (1, 5, 10)}
-        return figures | {f"{kind}_mAP": each.mean_average_precision for kind, each in found.items()}
+        others = {kind: each for kind, each in found.items() if kind != self.model.config.features}
+        return figures | {f"{kind}_mAP": each.mean_average_precision for kind, each in others.items()}
 
     def save(self, folder: Path) -> None:
         """Write the model as a folder of its own."""
@@ -267,20 +270,17 @@ def build_model(options: ModelOptions, dataset: Dataset) -> ReIdModel:
 
 def train(options: TrainOptions, world: World | None = None) -> tuple[Outcome, Problems]:
     """Train, or go on; what came out, and what of the data was left out."""
-    whole = open_dataset(options.data)
+    whole = open_dataset(options.data, ("train",))
     dataset = hold_out(whole, options.data.dev_share, options.data.dev_seed)
     draw_from(options.run.seed, 0, 0)
     model = build_model(options.model, dataset)
     task = ReIdTask(model, dataset, options.data, options.objective, options.run.seed, world)
-    logger.info(
-        "%s: %d sightings of %d identities to train on; held out %d of %d, %d of them as queries",
-        dataset.name,
-        len(dataset.train),
-        model.config.identities,
-        len(dataset.gallery),
-        len({sighting.identity for sighting in dataset.gallery}),
-        len(dataset.query),
-    )
+    held = "nothing held out"
+    if dataset.query:
+        people = len({sighting.identity for sighting in dataset.gallery})
+        held = f"held out {len(dataset.gallery)} of {people}, {len(dataset.query)} of them as queries"
+    trained = f"{len(dataset.train)} sightings of {model.config.identities} identities to train on"
+    logger.info("%s: %s; %s", dataset.name, trained, held)
     outcome = fit(task, options.run, options.optim, world, asdict(options))
     return outcome, task.problems
 
@@ -290,7 +290,8 @@ def run(options: TrainOptions) -> int:
     with joined(options.device) as world:
         outcome, problems = train(options, world)
     if world.main:
-        logger.info("best dev mAP %.1f: %s", outcome.best["mAP"], outcome.model)
+        best = f"best dev mAP {outcome.best['mAP']:.1f}" if outcome.best else "the last epoch"
+        logger.info("%s: %s", best, outcome.model)
         if problems:
             logger.info(problems.summary())
     return 0
