@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageChops
 
 from seps.data.records import Problems
-from seps.reid.data import FilePicture, Sighting
+from seps.reid.data import NO_SCENE, FilePicture, Sighting
 from seps.reid.measure import absences, describe_all, distances_of, label, rank, removed
 from seps.reid.model import ReIdConfig, ReIdModel
-from seps.reid.pictures import EMPTY, FRAME, GAP, RIGHT, WRONG, choose, draw_rank_list, show
+from seps.reid.pictures import EMPTY, FRAME, GAP, RIGHT, WRONG, caption, choose, draw_rank_list, show
 from seps.reid.rendered import render_dataset
 from seps.reid.report import Report, measure, with_matches
 from seps.reid.reranking import jaccard, neighbourhoods, reciprocal, rerank
@@ -192,6 +192,13 @@ def test_a_rank_list_shows_right_and_wrong_and_dims_what_was_dropped(model, data
     assert dimmed.sum() == 3
 
 
+def test_a_rank_list_says_who_was_seen_where():
+    """Beside the colours of the frames, which not everyone tells apart."""
+    distances = torch.tensor([0.125, 0.5])
+    assert caption(sighting(258, 1, NO_SCENE), 0, distances) == ("query", "258 c1")
+    assert caption(sighting(7, 3, 2), 2, distances) == ("2: 0.50", "7 c3 s2")
+
+
 def test_a_rank_list_says_what_is_absent(model, dataset):
     """The third row of an answer without its thermal picture: its frame is there, the model saw nothing."""
     query, answer = dataset.query[0], dataset.gallery[0]
@@ -199,10 +206,13 @@ def test_a_rank_list_says_what_is_absent(model, dataset):
     whole = draw_rank_list(show(model, [query, answer]), torch.tensor([0.1]))
     lame = draw_rank_list(show(model, [query, blind]), torch.tensor([0.1]))
     assert whole.size == lame.size
-    last = (lame.width - GAP - FRAME - 32 // 2, lame.height - GAP - FRAME - 64 // 2)
-    assert lame.getpixel(last) == EMPTY != whole.getpixel(last)
-    above = (last[0], last[1] - 64 - 2 * FRAME - GAP)
-    assert lame.getpixel(above) == whole.getpixel(above) != EMPTY
+    bottom = lame.height - GAP - FRAME
+    last = (0, bottom - 64, lame.width, bottom)
+    left, _, _, _ = ImageChops.difference(whole.crop(last), lame.crop(last)).getbbox()
+    middle = (left + 32 // 2, bottom - 64 // 2)
+    assert lame.getpixel(middle) == EMPTY != whole.getpixel(middle)
+    above = (middle[0], middle[1] - 64 - 2 * FRAME - GAP)
+    assert lame.getpixel(above) != EMPTY
 
 
 def test_an_unreadable_picture_is_refused_or_shown_as_absent(model, dataset, tmp_path):

@@ -16,7 +16,7 @@ from torch import Tensor
 from seps.data.images import to_image
 from seps.data.records import Problems, written_beside
 from seps.distributed import choose_device
-from seps.reid.data import Sighting, opening
+from seps.reid.data import NO_SCENE, Sighting, opening
 from seps.reid.loading import Examples, batches, in_order
 from seps.reid.measure import describe_all, distances_of, removed
 from seps.reid.model import ReIdModel, load
@@ -26,7 +26,7 @@ from seps.reid.sources import SightingOptions
 logger = logging.getLogger(__name__)
 
 RIGHT, WRONG, ASKED, EMPTY = (46, 160, 67), (207, 54, 54), (60, 60, 60), (232, 232, 232)
-FRAME, GAP, CAPTION = 4, 6, 14
+FRAME, GAP, LINE = 4, 6, 13
 DIMMED = 0.25
 """How much of a dropped patch's colour is left."""
 
@@ -36,7 +36,8 @@ class RankOptions:
     """Draw rank lists with the kept patches: `seps reid rank runs/reid/best ranks --data.folder RGBNT201`.
 
     Without a folder, of the built-in people. Writes a PNG a query: the query, then its nearest answers with
-    their distance, framed green if right and red if wrong; a row a modality, dropped patches darkened.
+    their distance, identity and camera, framed green if right and red if wrong; a row a modality, dropped
+    patches darkened.
     """
 
     model: str
@@ -144,27 +145,36 @@ def dim(picture: Image.Image, kept: Tensor, model: ReIdModel) -> Image.Image:
     return Image.fromarray(values.round().astype(np.uint8))
 
 
+def caption(sighting: Sighting, place: int, distances: Tensor) -> tuple[str, str]:
+    """What stands over a sighting of a rank list: place and distance; identity, camera and scene."""
+    first = "query" if place == 0 else f"{place}: {float(distances[place - 1]):.2f}"
+    scene = "" if sighting.scene == NO_SCENE else f" s{sighting.scene}"
+    return first, f"{sighting.identity} c{sighting.camera}{scene}"
+
+
 def draw_rank_list(shown: Sequence[Shown], distances: Tensor) -> Image.Image:
     """The query first, then the answers, nearest first, framed by right and wrong; a row a modality."""
     modalities = list(dict.fromkeys(name for each in shown for name in each.pictures))
     width, height = next(picture.size for each in shown for picture in each.pictures.values())
     font = ImageFont.load_default()
     margin = GAP + max(round(font.getlength(name)) for name in modalities)
-    column = width + 2 * FRAME + GAP
-    row = height + 2 * FRAME + GAP
-    size = (margin + GAP + len(shown) * column, CAPTION + GAP + len(modalities) * row)
+    captions = [caption(each.sighting, place, distances) for place, each in enumerate(shown)]
+    widest = max(round(font.getlength(line)) for lines in captions for line in lines)
+    column = max(width + 2 * FRAME, widest) + GAP
+    row, head = height + 2 * FRAME + GAP, 2 * LINE + GAP
+    size = (margin + GAP + len(shown) * column, head + len(modalities) * row)
     sheet = Image.new("RGB", size, "white")
     pen = ImageDraw.Draw(sheet)
     for line, name in enumerate(modalities):
-        pen.text((GAP, CAPTION + GAP + line * row + FRAME), name, fill=ASKED, font=font)
+        pen.text((GAP, head + line * row + FRAME), name, fill=ASKED, font=font)
     for place, each in enumerate(shown):
         left = margin + GAP + place * column
         right = each.sighting.identity == shown[0].sighting.identity
         colour = ASKED if place == 0 else RIGHT if right else WRONG
-        text = "query" if place == 0 else f"{place}: {float(distances[place - 1]):.2f}"
-        pen.text((left, 2), text, fill=colour, font=font)
+        for line, text in enumerate(captions[place]):
+            pen.text((left, 2 + line * LINE), text, fill=colour, font=font)
         for line, name in enumerate(modalities):
-            top = CAPTION + GAP + line * row
+            top = head + line * row
             box = (left, top, left + width + 2 * FRAME - 1, top + height + 2 * FRAME - 1)
             pen.rectangle(box, fill=EMPTY, outline=colour, width=FRAME)
             if name in each.pictures:
