@@ -85,8 +85,8 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING)
     rows: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
-    for trained in given.trained:
-        for seed in given.seeds:
+    for seed in given.seeds:
+        for trained in given.trained:
             settings = options(given.folder / f"{trained}-{seed}", trained, seed, given.epochs)
             for (feature, missing), figures in measured(settings).items():
                 rows[trained, feature, missing].append(figures)

@@ -30,15 +30,15 @@ VIT = {
 }
 
 
-def seconds(run: Callable[[], object], repeats: int) -> float:
-    """The median of some runs after one that does not count."""
-    run()
-    found = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found)
+def seconds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """The median of each after one that does not count; in turns, so that a slow moment meets them all."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats + 1):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            found[name].append(time.perf_counter() - started)
+    return {name: statistics.median(times[1:]) for name, times in found.items()}
 
 
 def saved_bytes(run: Callable[[], object], weights: set[int]) -> int:
@@ -92,16 +92,18 @@ def main() -> None:
         return torch.stack([tokens.mean(1) for tokens in slimmer(patches, guides).values()])
 
     with torch.no_grad():
-        forward = {
-            "backbone": seconds(encode, given.repeats),
-            "all tokens kept": seconds(lambda: keep_all(fixed), given.repeats),
-            "slimming": seconds(lambda: slim(fixed, anchors), given.repeats),
+        runs: dict[str, Callable[[], object]] = {
+            "backbone": encode,
+            "all tokens kept": lambda: keep_all(fixed),
+            "slimming": lambda: slim(fixed, anchors),
         }
-    both = {
-        "backbone": seconds(lambda: keep_all(encode()[0]).sum().backward(), given.repeats),
-        "all tokens kept": seconds(lambda: keep_all(learning).sum().backward(), given.repeats),
-        "slimming": seconds(lambda: slim(learning, anchors).sum().backward(), given.repeats),
+        forward = seconds(runs, given.repeats)
+    runs = {
+        "backbone": lambda: keep_all(encode()[0]).sum().backward(),
+        "all tokens kept": lambda: keep_all(learning).sum().backward(),
+        "slimming": lambda: slim(learning, anchors).sum().backward(),
     }
+    both = seconds(runs, given.repeats)
     modules = (encoder, slimmer)
     weights = {each.untyped_storage().data_ptr() for module in modules for each in module.parameters()}
     memory = {
