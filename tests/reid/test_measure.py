@@ -16,12 +16,13 @@ from seps.reid.rendered import render_dataset
 from seps.reid.report import Report, measure, with_matches
 from seps.reid.reranking import jaccard, neighbourhoods, reciprocal, rerank
 
+LIGHT = {"kind": "light", "size": [64, 32], "width": 16, "layers": 1, "heads": 2}
+
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    light = {"kind": "light", "size": [64, 32], "width": 16, "layers": 1, "heads": 2}
-    return ReIdModel(ReIdConfig(image_encoder=light, channels=16, identities=4)).eval()
+    return ReIdModel(ReIdConfig(image_encoder=LIGHT, channels=16, identities=4)).eval()
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +191,14 @@ def test_a_rank_list_shows_right_and_wrong_and_dims_what_was_dropped(model, data
     whole = np.asarray(dataset.query[0].pictures["nir"].open(), dtype=float).reshape(4, 16, 2, 16, 3)
     dimmed = picture / whole.mean((1, 3, 4)) < 0.5
     assert dimmed.sum() == 3
+
+
+def test_nothing_is_dimmed_where_slimming_has_no_say(dataset):
+    config = ReIdConfig(image_encoder=LIGHT, channels=16, features="original")
+    (shown,) = show(ReIdModel(config), [dataset.query[0]])
+    for name, picture in shown.pictures.items():
+        whole = np.asarray(dataset.query[0].pictures[name].open(), dtype=int)
+        assert abs(np.asarray(picture, dtype=int) - whole).max() <= 1
 
 
 def test_a_rank_list_says_who_was_seen_where():

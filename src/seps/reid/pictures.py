@@ -19,7 +19,7 @@ from seps.distributed import choose_device
 from seps.reid.data import NO_SCENE, Sighting, opening
 from seps.reid.loading import Examples, batches, in_order
 from seps.reid.measure import describe_all, distances_of, removed
-from seps.reid.model import ReIdModel, load
+from seps.reid.model import KINDS, ReIdModel, load
 from seps.reid.report import open_split
 from seps.reid.sources import SightingOptions
 
@@ -115,7 +115,7 @@ def choose(query: Sequence[Sighting], names: Sequence[str], count: int) -> list[
 
 @torch.no_grad()
 def show(model: ReIdModel, sightings: Sequence[Sighting], problems: Problems | None = None) -> list[Shown]:
-    """The pictures of sightings with the patches that slimming dropped dimmed."""
+    """The pictures of sightings; dropped patches are dimmed where slimmed features are compared."""
     examples = Examples(sightings, model.config.modalities, model.view)
     batch = next(batches(examples, in_order(len(sightings), len(sightings)), problems=problems))
     device = next(model.eval().parameters()).device
@@ -124,14 +124,16 @@ def show(model: ReIdModel, sightings: Sequence[Sighting], problems: Problems | N
     )
     present = {name: here.to(device) for name, here in batch.present.items()}
     slim = model.describe(encoded, present).slim
+    slimmed = "slimmed" in KINDS[model.config.features]
+
+    def picture(name: str, row: int) -> Image.Image:
+        seen = to_image(batch.pixels[name][row], model.view)
+        return dim(seen, slim[name].kept[row], model) if slimmed else seen
+
     return [
         Shown(
             sighting,
-            {
-                name: dim(to_image(batch.pixels[name][row], model.view), slim[name].kept[row], model)
-                for name in model.config.modalities
-                if bool(batch.present[name][row])
-            },
+            {name: picture(name, row) for name in model.config.modalities if bool(batch.present[name][row])},
         )
         for row, sighting in enumerate(sightings)
     ]
