@@ -123,10 +123,26 @@ def multiply(words: Tensor, values: Tensor, precision: Precision) -> Tensor:
     return (words @ values.flatten(0, 1).T).unflatten(1, values.shape[:2])
 
 
+class Gram(torch.autograd.Function):
+    """Products of vectors with each other; symmetry halves the backward pass. (B,N,C) -> (B,N,N)"""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        """The products."""
+        ctx.save_for_backward(values)
+        return values @ values.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        """The gradient of the values."""
+        (values,) = ctx.saved_tensors
+        return (upstream + upstream.transpose(1, 2)) @ values
+
+
 def multiply_itself(values: Tensor, precision: Precision) -> Tensor:
     """The Gram matrices of the patches, in the precision of the values. (B,N,C) -> (B,N,N)"""
     rounded = values.bfloat16() if precision == "bf16" else values
-    return (rounded @ rounded.transpose(1, 2)).to(values.dtype)
+    return Gram.apply(rounded).to(values.dtype)
 
 
 def meet(
@@ -163,9 +179,8 @@ def meet(
     sides = [words.meet(residual @ images.values)]
     if images.cls is not None:
         sides.append(words.features @ unit(images.cls).T)
-    # The kernel makes exact products of the kept patches alone; where they are cheap, or have a gradient, it
-    # is given those of all patches.
-    given = gram is not None and (precision == "bf16" or torch.is_grad_enabled())
+    # The kernel makes exact products, of the kept patches alone; cheap ones it is given for all patches.
+    given = precision == "bf16"
     meeting = Meeting(
         words.lengths,
         None if given else images.values,
@@ -396,7 +411,7 @@ def block_size(
     if compiled(images.values) is None:
         longest = max(*lengths, 1)
         pair += 3 * tokens * patches * branches + 3 * longest * (patches + 3 * tokens)
-    elif training or precision == "bf16":
+    elif precision == "bf16":
         pair += 2 * patches * max(1, sum(lengths) // len(lengths))
     pair *= images.values.element_size() * (4 if training else 1)
     pairs = max(1, budget // pair)

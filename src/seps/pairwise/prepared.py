@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seps.alignment import Aligner
 from seps.recipe import Recipe
-from seps.slimming import Slimmer, guidance, min_max, token_weights, total, unit
+from seps.slimming import Slimmer, guidance, learned_share, min_max, token_weights, total, unit
 from seps.tokens import Tokens
 
 Side = TypeVar("Side")
@@ -211,7 +211,7 @@ def prepare_branch(
     else:
         scaled = [min_max(signal, patches.mask) for signal in signals]
         mixing = slimmer.recipe.mixing
-        saliency = (1 - max(2, count) * mixing) * predicted + mixing * total([scaled[0], *scaled])
+        saliency = learned_share(count, mixing) * predicted + mixing * total([scaled[0], *scaled])
     return BranchSide(saliency.squeeze(1), slimmer.logits(patches, name))
 
 

@@ -50,6 +50,8 @@ class Words:
 
     def pad(self, packed: Tensor) -> Tensor:
         """Values of packed words in their padded places, zero elsewhere. (...,L) -> (...,T,M)"""
+        if not packed.shape[-1]:
+            return packed.new_zeros(*packed.shape[:-1], *self.mask.shape)
         places = (self.mask.flatten().cumsum(0) - 1).clamp(min=0)
         spread = packed[..., places].unflatten(-1, self.mask.shape)
         return spread.masked_fill(~self.mask, 0)

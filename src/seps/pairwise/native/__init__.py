@@ -16,14 +16,15 @@ from functools import lru_cache
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("kernel.cpp")
-_COMPILERS = ("g++", "clang++")
+# What each compiler takes for threads: with OpenMP the kernel shares those of torch, which spin for a while
+# after their own work and would keep others waiting.
+_COMPILERS = {"g++": "-fopenmp", "clang++": "-pthread"}
 _OPTIONS = (
     "-O3",
     "-march=native",
     "-std=c++17",
     "-fPIC",
     "-shared",
-    "-pthread",
     # The parts of -ffast-math that let sums be reordered. The whole of it would also link code that makes the
     # process flush small numbers to zero, everywhere and for good.
     "-fassociative-math",
@@ -46,19 +47,23 @@ def library() -> ctypes.CDLL | None:
 
 @lru_cache(maxsize=1)
 def _load() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL(str(_build()))
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.info("no compiled kernel, the plain path computes the same: %s", error)
-        return None
+    failures = []
+    for name in _COMPILERS:
+        try:
+            return ctypes.CDLL(str(_build(name)))
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            failures.append(str(error))
+    logger.info("no compiled kernel, the plain path computes the same: %s", "; ".join(failures))
+    return None
 
 
-def _build() -> Path:
+def _build(name: str) -> Path:
     """The library's file, compiled unless this source was compiled on such a processor before."""
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    compiler = shutil.which(name)
     if compiler is None:
-        raise OSError(f"expected a compiler ({' or '.join(_COMPILERS)}), found none")
-    seen = hashlib.sha256(" ".join((compiler, *_OPTIONS)).encode() + _SOURCE.read_bytes() + _processor())
+        raise OSError(f"expected a compiler {name}, found none")
+    command = [compiler, *_OPTIONS, _COMPILERS[name]]
+    seen = hashlib.sha256(" ".join(command).encode() + _SOURCE.read_bytes() + _processor())
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seps"
     target = home / f"kernel-{seen.hexdigest()[:16]}.so"
     if target.exists():
@@ -66,8 +71,9 @@ def _build() -> Path:
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home) as folder:
         made = Path(folder) / target.name
-        command = [compiler, *_OPTIONS, str(_SOURCE), "-o", str(made)]
-        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        subprocess.run(
+            [*command, str(_SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=300
+        )
         made.replace(target)
     return target
 

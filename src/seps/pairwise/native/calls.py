@@ -17,13 +17,14 @@ from seps.slimming import GRADIENT_BOUND
 
 _COUNTS = (
     "images", "texts", "patches", "channels", "tokens", "others", "branches", "threads",
-    "every_patch", "half", "leaky", "mean", "top", "words_side", "tokens_side", "bound",
+    "every_patch", "leaky", "mean", "top", "words_side", "tokens_side", "bound",
 )  # fmt: skip
 _ARRAYS = (
     "values", "gram", "words", ("sides", 2), "products", "offsets",
     ("logits", 2), ("lifted", 2), ("decisions", 2), ("shares", 2),
     "first_weight", "first_bias", "second_weight", "second_bias", "scores", "upstream",
-    "d_products", "d_gram", ("d_sides", 2), ("d_logits", 2), ("d_decisions", 2), "d_relevance",
+    "d_values", "d_words", "d_products", "d_gram",
+    ("d_sides", 2), ("d_logits", 2), ("d_decisions", 2), "d_relevance",
 )  # fmt: skip
 # Floats in a vector of the kernel.
 _WIDTH = 16
@@ -57,9 +58,9 @@ class Meeting:
     """The tensors of some pairs: what `meet` is about.
 
     lengths of the texts in words, L of them in all. Either values (B,N,C) and words (L,C), or the products
-    (L,B,N) of both. gram (B,N,N), or None to build the tokens from the values. sides, each (L,B): the words'
-    cosines with the tokens that are not aggregated. logits (B,J,N), decisions (B,T,N) and shares (B,T) of one
-    or two branches.
+    (L,B,N) of both in bf16. gram (B,N,N), or None to build the tokens from the values. sides, each (L,B): the
+    words' cosines with the tokens that are not aggregated. logits (B,J,N), decisions (B,T,N) and shares (B,T)
+    of one or two branches.
     """
 
     lengths: tuple[int, ...]
@@ -71,6 +72,11 @@ class Meeting:
     logits: Sequence[Tensor]
     decisions: Sequence[Tensor]
     shares: Sequence[Tensor]
+
+    @property
+    def channels(self) -> int:
+        """C, where the vectors are given."""
+        return 0 if self.values is None else self.values.shape[-1]
 
 
 def widen(tensor: Tensor, size: int | None = None) -> Tensor:
@@ -129,8 +135,9 @@ class Meet(torch.autograd.Function):
         """The gradients of the plan's tensors; every pair is computed again."""
         meeting, reading = ctx.plan.assemble(ctx.saved_tensors)
         given = arrays(meeting, reading)
-        every_patch = any(ctx.plan.split(ctx.needs_input_grad[2:])[4])
-        found = gradients(given, reading)
+        wanted = ctx.plan.split(ctx.needs_input_grad[2:])
+        every_patch = any(wanted[4])
+        found = gradients(given, reading, wanted[0])
         run(
             ctx.library.meet_backward,
             meeting,
@@ -143,11 +150,11 @@ class Meet(torch.autograd.Function):
         if reading.relevance:
             parts = found["d_relevance"].split([each.numel() for each in reading.relevance])
             relevance = [part.view_as(each) for part, each in zip(parts, reading.relevance, strict=True)]
+        vectors = (found["d_values"], found["d_words"])
         return (
             None,
             None,
-            None,
-            None,
+            *(None if each is None else each[..., : meeting.channels] for each in vectors),
             found["d_products"],
             found["d_gram"],
             *relevance,
@@ -159,17 +166,20 @@ class Meet(torch.autograd.Function):
 
 
 def meet(library: ctypes.CDLL, meeting: Meeting, reading: Reading) -> Tensor:
-    """Eq. 4 and 5 of every pair; where products and Gram matrices are given it has a gradient. -> (B,T)"""
+    """Eq. 4 and 5 of every pair; where Gram matrices are given it has a gradient. -> (B,T)"""
     plan, row = Plan.of(meeting, reading)
     return Meet.apply(library, plan, *row)
 
 
-def gradients(given: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
-    """Room for the gradients of everything the kernel was given."""
+def gradients(given: Mapping[str, Any], reading: Reading, wanted: Sequence[bool]) -> dict[str, Any]:
+    """Room for the gradients of what the kernel was given; of its fixed tensors, of those that are wanted."""
     count = sum(each.numel() for each in reading.relevance)
+    fixed = {
+        f"d_{name}": torch.zeros(given[name].shape) if want else None
+        for name, want in zip(("values", "words", "products", "gram"), wanted, strict=True)
+    }
     return {
-        "d_products": torch.zeros(given["products"].shape),
-        "d_gram": torch.zeros_like(given["gram"]),
+        **fixed,
         "d_sides": [torch.zeros_like(each) for each in given["sides"]],
         "d_logits": [torch.zeros_like(each) for each in given["logits"]],
         "d_decisions": [torch.zeros_like(each) for each in given["decisions"]],
@@ -217,7 +227,6 @@ def run(
         branches=len(meeting.logits),
         threads=torch.get_num_threads(),
         every_patch=every_patch,
-        half=meeting.products is not None and meeting.products.dtype == torch.bfloat16,
         leaky=reading.leaky,
         mean=reading.mean,
         top=reading.relevance[0].shape[1] if reading.relevance else 0,

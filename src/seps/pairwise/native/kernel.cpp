@@ -16,6 +16,9 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
@@ -178,15 +181,15 @@ static void combine(float* const* to, int count, const float* const* factors, co
 // What a call is about; the names and letters are those of the Python side.
 struct Problem {
   int64_t images, texts, patches, channels, tokens, others, branches, threads;
-  int64_t every_patch, half, leaky, mean, top, words_side, tokens_side, bound;
+  int64_t every_patch, leaky, mean, top, words_side, tokens_side, bound;
   const float *values, *gram, *words, *sides[2];
-  const void* products;
+  const uint16_t* products;  // bf16
   const int64_t* offsets;
   const float *logits[2], *lifted[2], *decisions[2], *shares[2];
   const float *first_weight, *first_bias, *second_weight, *second_bias;
   float* scores;
   const float* upstream;
-  float *d_products, *d_gram, *d_sides[2], *d_logits[2], *d_decisions[2], *d_relevance;
+  float *d_values, *d_words, *d_products, *d_gram, *d_sides[2], *d_logits[2], *d_decisions[2], *d_relevance;
 
   int all() const { return tokens + others; }
   int line() const { return padded(all()); }  // the lanes of a row of tokens
@@ -209,8 +212,7 @@ struct Workspace {
   std::vector<const float*> rows, weight_rows, factors;
   std::vector<float*> targets;
   // The backward pass.
-  std::vector<float> d_cosines, d_squared, d_weights, d_met, turned, scaled, d_relevance;
-  std::vector<int> best_word;
+  std::vector<float> d_cosines, d_squared, d_weights, d_met, turned, scaled, d_relevance, d_words, maxima, equal;
 
   Workspace(const Problem& p, bool backward) {
     int longest = 1;
@@ -230,7 +232,8 @@ struct Workspace {
     d_cosines.resize((long)m * line), d_squared.resize(line), d_weights.resize((long)n * line);
     d_met.resize((long)std::max(m, 8) * wide), turned.resize((long)line * wide), scaled.resize((long)n * line);
     d_relevance.resize(2 * p.top * p.top + 4 * p.top + 1);
-    best_word.resize(line);
+    d_words.resize(p.d_words ? p.offsets[p.texts] * p.channels : 0);
+    maxima.resize(std::max(m, line)), equal.resize(line);
   }
 };
 
@@ -318,22 +321,20 @@ static void measure(const Problem& p, int image, Workspace& w, int offset, bool 
 }
 
 // Products of the patches that take part with the words: made here of the patches that were kept, or given for
-// all.
+// all in bf16.
 static void multiply(const Problem& p, int image, int text, Workspace& w) {
-  const int words = p.words_of(text), patches = p.patches, wide = padded(patches);
+  const int words = p.words_of(text), patches = p.patches;
+  w.met = w.products.data();
   if (!p.products) {
     for (int r = 0; r < w.count; r++) w.rows[r] = p.values + ((long)image * patches + w.index[r]) * p.channels;
-    w.met = w.products.data(), w.places = w.steps.data(), w.across = padded(w.count + 3);
+    w.places = w.steps.data(), w.across = padded(w.count + 3);
     dot(w.rows.data(), w.count, p.words + p.offsets[text] * p.channels, words, p.channels, w.products.data(), w.across);
     return;
   }
-  const long row = p.images * patches, start = p.offsets[text] * row + (long)image * patches;
-  w.met = static_cast<const float*>(p.products) + start, w.places = w.index.data(), w.across = row;
-  if (!p.half) return;
-  w.met = w.products.data(), w.across = wide;
+  w.places = w.index.data(), w.across = padded(patches);
   for (int m = 0; m < words; m++) {
-    const uint16_t* from = static_cast<const uint16_t*>(p.products) + start + m * row;
-    float* to = &w.products[(long)m * wide];
+    const uint16_t* from = p.products + ((p.offsets[text] + m) * p.images + image) * patches;
+    float* to = &w.products[m * w.across];
     for (int n = 0; n < patches; n++) {
       const uint32_t bits = (uint32_t)from[n] << 16;
       std::memcpy(to + n, &bits, 4);
@@ -455,13 +456,22 @@ static float pool(const Problem& p, float* best, int count, Workspace& w) {
   return score;
 }
 
+// The library's own threads where there are such: others would wait for those to stop spinning.
 template <typename Work>
 static void spread(int64_t count, int64_t threads, Work work) {
-  threads = std::min(count, threads);
+  threads = std::max<int64_t>(std::min(count, threads), 1);
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t t = omp_get_thread_num(), all = omp_get_num_threads();
+    work(count * t / all, count * (t + 1) / all);
+  }
+#else
   std::vector<std::thread> others;
   for (int64_t t = 1; t < threads; t++) others.emplace_back([=] { work(count * t / threads, count * (t + 1) / threads); });
-  work(0, count / std::max<int64_t>(threads, 1));
+  work(0, count / threads);
   for (auto& other : others) other.join();
+#endif
 }
 
 extern "C" void meet(const Problem* problem) {
@@ -487,33 +497,34 @@ static std::vector<float> unpool(const Problem& p, const float* best, int count,
   return d_best;
 }
 
-// The gradient of a score by the cosines: it reaches the places of the maxima.
+// The gradient of a score by the cosines: it reaches the places of the maxima, in equal parts where several tie.
 static void trace(const Problem& p, int words, float upstream, Workspace& w) {
   const int line = p.line(), all = p.all();
   std::fill(w.d_cosines.begin(), w.d_cosines.begin() + (long)words * line, 0.f);
-  auto pass = [&](int word, int token, float value) {
-    const long place = (long)word * line + token;
-    w.d_cosines[place] += p.leaky && w.cosines[place] < 0 ? 0.1f * value : value;
-  };
-  // Found before the maxima are read through the leaky relu.
-  std::vector<int> best_token(words);
-  for (int t = 0; t < all; t++) {
-    w.best_word[t] = 0;
-    while (w.best_word[t] < words - 1 && w.cosines[(long)w.best_word[t] * line + t] != w.by_token[t]) w.best_word[t]++;
-  }
-  for (int m = 0; m < words; m++) {
-    const float* row = &w.cosines[(long)m * line];
-    while (best_token[m] < all - 1 && row[best_token[m]] != w.by_word[m]) best_token[m]++;
-  }
+  const auto slope = [&](float cosine) { return p.leaky && cosine < 0 ? 0.1f : 1.f; };
+  // Maxima are compared before they are read through the leaky relu.
   if (p.words_side) {
+    std::copy_n(w.by_word.begin(), words, w.maxima.begin());
     pool(p, w.by_word.data(), words, w);
     const std::vector<float> d_best = unpool(p, w.by_word.data(), words, upstream, w);
-    for (int m = 0; m < words; m++) pass(m, best_token[m], d_best[m]);
+    for (int m = 0; m < words; m++) {
+      const float *row = &w.cosines[(long)m * line], best = w.maxima[m];
+      int equal = 0;
+      for (int t = 0; t < all; t++) equal += row[t] == best;
+      const float part = d_best[m] * slope(best) / equal;
+      for (int t = 0; t < all; t++) w.d_cosines[(long)m * line + t] += row[t] == best ? part : 0;
+    }
   }
   if (p.tokens_side) {
+    std::copy_n(w.by_token.begin(), all, w.maxima.begin());
     pool(p, w.by_token.data(), all, w);
-    const std::vector<float> d_best = unpool(p, w.by_token.data(), all, upstream, w);
-    for (int t = 0; t < all; t++) pass(w.best_word[t], t, d_best[t]);
+    std::vector<float> part = unpool(p, w.by_token.data(), all, upstream, w);
+    std::fill(w.equal.begin(), w.equal.end(), 0.f);
+    for (int m = 0; m < words; m++)
+      for (int t = 0; t < all; t++) w.equal[t] += w.cosines[(long)m * line + t] == w.maxima[t] ? 1.f : 0.f;
+    for (int t = 0; t < all; t++) part[t] *= slope(w.maxima[t]) / w.equal[t];
+    for (int m = 0; m < words; m++)
+      for (int t = 0; t < all; t++) w.d_cosines[(long)m * line + t] += w.cosines[(long)m * line + t] == w.maxima[t] ? part[t] : 0.f;
   }
 }
 
@@ -593,6 +604,31 @@ static void add_to_gram(const Problem& p, int image, Workspace& w) {
   }
 }
 
+// From the gradient of the products, to[m] over the patches that take part, to those of patches and words.
+static void unmultiply(const Problem& p, int image, int text, const float* d_met, int wide, Workspace& w) {
+  const int words = p.words_of(text), channels = p.channels;
+  const long first = p.offsets[text];
+  if (p.products) {
+    for (int m = 0; m < words; m++) {
+      float* to = p.d_products + ((first + m) * p.images + image) * p.patches;
+      for (int r = 0; r < w.count; r++) to[w.index[r]] = d_met[m * wide + r];
+    }
+    return;
+  }
+  if (p.d_words) {
+    for (int r = 0; r < w.count; r++) w.rows[r] = p.values + ((long)image * p.patches + w.index[r]) * channels;
+    for (int m = 0; m < words; m++) w.factors[m] = d_met + m * wide, w.targets[m] = &w.d_words[(first + m) * channels];
+    combine(w.targets.data(), words, w.factors.data(), w.steps.data(), w.rows.data(), w.count, channels, true);
+  }
+  if (p.d_values) {
+    for (int m = 0; m < words; m++) w.rows[m] = p.words + (first + m) * channels, w.at[m] = (long)m * wide;
+    for (int r = 0; r < w.count; r++) {
+      w.factors[r] = d_met + r, w.targets[r] = p.d_values + ((long)image * p.patches + w.index[r]) * channels;
+    }
+    combine(w.targets.data(), w.count, w.factors.data(), w.at.data(), w.rows.data(), words, channels, true);
+  }
+}
+
 static void differentiate(const Problem& p, int image, int text, Workspace& w) {
   const int line = p.line(), tokens = p.tokens, words = p.words_of(text);
   const long first = p.offsets[text];
@@ -619,11 +655,8 @@ static void differentiate(const Problem& p, int image, int text, Workspace& w) {
   }
   for (int m = 0; m < words; m++) w.factors[m] = &w.d_cosines[(long)m * line], w.targets[m] = &w.d_met[(long)m * wide];
   combine(w.targets.data(), words, w.factors.data(), w.steps.data(), w.rows.data(), tokens, wide, false);
-  for (int m = 0; m < words; m++) {
-    float* to = p.d_products + (first + m) * p.images * p.patches + (long)image * p.patches;
-    for (int r = 0; r < w.count; r++) to[w.index[r]] = w.targets[m][r];
-  }
-  add_to_gram(p, image, w);
+  unmultiply(p, image, text, w.d_met.data(), wide, w);
+  if (p.d_gram) add_to_gram(p, image, w);
   // Weights, through the products and through the lengths.
   for (int m = 0; m < words; m++) w.rows[m] = &w.d_cosines[(long)m * line], w.at[m] = m * w.across;
   for (int r = 0; r < w.count; r++) {
@@ -650,6 +683,7 @@ extern "C" void meet_backward(const Problem* problem) {
       }
     const std::lock_guard<std::mutex> guard(mutex);
     for (size_t i = 0; p.top && i < w.d_relevance.size(); i++) p.d_relevance[i] += w.d_relevance[i];
+    for (size_t i = 0; i < w.d_words.size(); i++) p.d_words[i] += w.d_words[i];
   });
 }
 
