@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from seps.alignment import Aligner
-from seps.pairwise.engine import Precision, score_pairs
+from seps.pairwise.engine import score_pairs
+from seps.pairwise.meeting import Precision
 from seps.pairwise.prepared import full_precision, prepare_admitted
 from seps.pairwise.texts import TextSide
 from seps.recipe import Recipe

@@ -1,6 +1,7 @@
 """The same scores for all (image, text) pairs without ever building a token."""
 
-from seps.pairwise.engine import Precision, score
+from seps.pairwise.engine import score
+from seps.pairwise.meeting import Precision
 from seps.pairwise.packing import pack, unpack
 from seps.pairwise.prepared import Prepared, prepare
 

@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("kernel.cpp")
+_PARTS = (_SOURCE, *map(_SOURCE.with_name, ("gradient.h", "pair.h", "vectors.h")))
 # What each compiler takes for threads: with OpenMP the kernel shares those of torch, which spin for a while
 # after their own work and would keep others waiting.
 _COMPILERS = {"g++": "-fopenmp", "clang++": "-pthread"}
@@ -63,7 +64,8 @@ def _build(name: str) -> Path:
     if compiler is None:
         raise OSError(f"expected a compiler {name}, found none")
     command = [compiler, *_OPTIONS, _COMPILERS[name]]
-    seen = hashlib.sha256(" ".join(command).encode() + _SOURCE.read_bytes() + _processor())
+    sources = b"".join(part.read_bytes() for part in _PARTS)
+    seen = hashlib.sha256(" ".join(command).encode() + sources + _processor())
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seps"
     target = home / f"kernel-{seen.hexdigest()[:16]}.so"
     if target.exists():
