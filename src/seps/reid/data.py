@@ -23,6 +23,7 @@ Split = Literal["train", "query", "gallery"]
 SPLITS: tuple[Split, ...] = ("train", "query", "gallery")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp")
 REMEDY = 'broken "skip" goes on without such sightings, "absent" only without a modality that is missing'
+ABSENT = "that modality counts as absent"
 NO_SCENE = -1
 """The scene of a dataset that knows none."""
 
@@ -254,8 +255,10 @@ def _sighting(
 ) -> Sighting | None:
     """A sighting whose modalities stand in files of their own; None if it is to be skipped."""
     missing = [modality for modality, path in paths.items() if not path.is_file()]
+    outcome = f"; {ABSENT}" if account.broken == "absent" else ""
     for modality in missing:
-        account.meet(where, f"expected its {modality} picture {paths[modality]}, found no such file")
+        what = f"expected its {modality} picture {paths[modality]}, found no such file{outcome}"
+        account.meet(where, what)
     if missing and account.broken != "absent":
         return None
     pictures: dict[str, Picture] = {

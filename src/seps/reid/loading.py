@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from seps.data.images import View
 from seps.data.loader import generator_for
 from seps.data.records import Problem, Problems
-from seps.reid.data import Sighting
+from seps.reid.data import ABSENT, Sighting
 from seps.reid.views import Variation, to_tensors, vary
 
 ORDER, VIEW = 10, 11
@@ -180,9 +180,10 @@ def batches(
         collate_fn=examples.collate,
         generator=torch.Generator(),
     )
+    outcome = f"; {ABSENT}" if problems.broken == "skip" else ""
     for batch, lost in loader:
         for problem in lost:
-            problems.meet(problem.where, problem.what)
+            problems.meet(problem.where, problem.what + outcome)
         yield batch
 
 

@@ -293,5 +293,5 @@ def run(options: TrainOptions) -> int:
         best = f"best dev mAP {outcome.best['mAP']:.1f}" if outcome.best else "the last epoch"
         logger.info("%s: %s", best, outcome.model)
         if problems:
-            logger.info(problems.summary())
+            logger.info("%d left out, named above", len(problems))
     return 0
