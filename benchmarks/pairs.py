@@ -1,15 +1,18 @@
-"""The engine for all pairs against a loop over texts, in one run: speed, memory, bound and growth.
+"""The engine for all pairs against a loop over texts, in one run: speed, memory, bound, parts and growth.
 
 The loop is the ancestors' kind, written from the equations: for every text it ranks the patches of all
 images, gathers the kept ones, runs the aggregation network on them, builds the tokens and aligns them.
-Both compute the same scores, which is checked before anything is timed.
+In evaluation it works on as many images at a time as suits it best. Both compute the same scores, which is
+checked before anything is timed; they are timed in turns, beside a large matrix product, and the best of
+some rounds counts.
 
-    python benchmarks/pairs.py [--repeats 3] [--quick]
+    python benchmarks/pairs.py [--repeats 4] [--quick]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import resource
@@ -17,18 +20,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from seps import SlimHead, Tokens, laps, paper
+from seps import head as head_module
 from seps.alignment import affinities
-from seps.pairwise import native
+from seps.pairwise import engine, meeting, native
+from seps.pairwise.texts import TextSide
 from seps.slimming import apply, keep_count, min_max, unit
 
 PATCHES, CHANNELS, LONGEST, DENSE = 196, 512, 24, 120
+# Images and texts.
+EVALUATION, TRAINING, SMALL = (64, 512), (64, 64), (16, 32)
+SQUARE = 2048
 RESULTS = Path(__file__).parent / "results"
 CASES = {
     "eval": ("Evaluation, no dense text", laps(aggregate_ratio=0.4)),
@@ -113,15 +122,16 @@ def step(case: str, method: Callable[[], Tensor], leaves: list[Tensor]) -> None:
     method().square().sum().backward()
 
 
-def best_time(work: Callable[[], None], repeats: int, warm: Callable[[], None] | None = None) -> float:
-    """The least of some durations, after one round to warm up, of other work if that is long."""
-    (warm or work)()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def race(works: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """The least of some durations of each work, taken in turns after one round to warm up."""
+    best: dict[str, float] = {}
+    for turn in range(repeats + 1):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            seconds = time.perf_counter() - start
+            best[name] = min(seconds, best[name]) if turn > 1 else seconds
+    return best
 
 
 def methods(case: str, inputs, precision: str = "fp32") -> tuple[Callable[[], None], Callable[[], None]]:
@@ -146,46 +156,120 @@ def check(case: str) -> float:
     return error
 
 
-def matmul_rate(repeats: int) -> float:
-    """Floating-point operations a second of a large fp32 product."""
-    left, right = torch.randn(2048, 2048), torch.randn(2048, 2048)
-    return 2 * 2048**3 / best_time(lambda: torch.mm(left, right), max(repeats, 5))
+def multiplication() -> Callable[[], Tensor]:
+    """A large fp32 product, to measure the machine by."""
+    left, right = torch.randn(SQUARE, SQUARE), torch.randn(SQUARE, SQUARE)
+    return lambda: torch.mm(left, right)
 
 
-def operations(head: SlimHead, images: int, texts: Tokens) -> float:
-    """Floating-point operations of the engine's own products for all pairs, without dense text.
-
-    Guidance, words with kept patches, tokens with words, half of the Gram form, the residual token.
-    """
+def operations(head: SlimHead, images: int, texts: Tokens) -> dict[str, float]:
+    """Floating-point operations of the engine's own products for all pairs, without dense text, by part."""
     kept, tokens = keep_count(PATCHES, head.recipe.keep_ratio), head.slimmer.tokens
     words = float(texts.lengths.float().mean())
-    pair = (
-        PATCHES * CHANNELS + kept * CHANNELS * words + tokens * kept * words + tokens * kept * (kept + 16) / 2
-    )
-    pair += (PATCHES - kept) * CHANNELS + 2 * words * CHANNELS
-    return 2 * images * (pair * len(texts) + PATCHES**2 * CHANNELS)
+    pairs, hidden = images * len(texts), int(0.2 * CHANNELS)
+    met = kept * CHANNELS * words + tokens * kept * words
+    # Half of the symmetric form, in tiles of sixteen.
+    lengths = tokens * kept * (kept + 16) / 2
+    return {
+        "image side": 2 * images * PATCHES * (CHANNELS * (hidden + 1) + hidden * tokens),
+        "text side": 0,
+        "guidance": 2 * pairs * PATCHES * CHANNELS,
+        "top K and residual weights": 0,
+        "Gram matrices": 2 * images * PATCHES**2 * CHANNELS,
+        "residual token and CLS": 2 * pairs * ((PATCHES - kept) * CHANNELS + 2 * words * CHANNELS),
+        "words with patches, lengths, tokens, eq. 5": 2 * pairs * (met + lengths),
+    }
+
+
+# What each part of an evaluation is called in the code; the last is called by the one before.
+PARTS = {
+    "image side": (head_module, "prepare_admitted"),
+    "text side": (TextSide, "of"),
+    "guidance": (engine, "signals"),
+    "top K and residual weights": (engine, "decide_pairs"),
+    "Gram matrices": (engine, "multiply_itself"),
+    "residual token and CLS": (engine, "meet"),
+    "words with patches, lengths, tokens, eq. 5": (meeting, "meet_compiled"),
+}
+
+
+def parts(repeats: int, quick: bool) -> list[dict]:
+    """Where an evaluation in fp32 without dense text spends its time: seconds and operations of each part."""
+    inputs = make("eval", *(SMALL if quick else EVALUATION))
+    work = methods("eval", inputs)[1]
+    best: dict[str, float] = {}
+    with contextlib.ExitStack() as stack:
+        spent = dict.fromkeys(PARTS, 0.0)
+        for name, (place, function) in PARTS.items():
+            timed = clock(getattr(place, function), spent, name)
+            stack.enter_context(mock.patch.object(place, function, timed))
+        for _ in range(repeats + 1):
+            spent.update(dict.fromkeys(PARTS, 0.0))
+            start = time.perf_counter()
+            work()
+            whole = time.perf_counter() - start
+            if not best or whole < best["all"]:
+                best = {**spent, "all": whole}
+    inner, outer = list(PARTS)[-1], list(PARTS)[-2]
+    best[outer] -= best[inner]
+    counted = operations(inputs[0], len(inputs[1]), inputs[2])
+    pairs = len(inputs[1]) * len(inputs[2])
+    return [
+        {
+            "part": name,
+            "microseconds": 1e6 * best[name] / pairs,
+            "share": best[name] / best["all"],
+            "rate": counted[name] / best[name],
+        }
+        for name in PARTS
+    ]
+
+
+def clock(function: Callable, spent: dict[str, float], name: str) -> Callable:
+    """The same function, which adds the seconds it takes to those spent."""
+
+    def timed(*given: object, **named: object) -> object:
+        start = time.perf_counter()
+        found = function(*given, **named)
+        spent[name] += time.perf_counter() - start
+        return found
+
+    return timed
 
 
 def speed(case: str, repeats: int, quick: bool) -> list[dict]:
     """Pairs a second of the loop and of the engine, and their ratio."""
     train = case.startswith("train")
-    images, texts = (64, 64) if train else (64, 512)
-    if quick:
-        images, texts = 16, 32
-    few = 8 if train else 16
-    inputs = make(case, images, texts)
-    short = (inputs[0], inputs[1], inputs[2][:few], inputs[3])
-    warm = methods(case, (*short[:2], short[2][:2], short[3]))[0]
-    slow = images * few / best_time(methods(case, short)[0], repeats, warm)
+    inputs = make(case, *(SMALL if quick else TRAINING if train else EVALUATION))
+    head, images, texts, dense = inputs
+    exact, rounded = (methods(case, inputs, precision)[1] for precision in ("fp32", "bf16"))
+    works = {"fp32": exact, "bf16": rounded, "product": multiplication()}
+    pairs = {"fp32": len(images) * len(texts), "bf16": len(images) * len(texts)}
+    for some in (len(images),) if train else (16, 32, 64):
+        # A few texts show what the loop costs, since each costs the same.
+        few = len(texts) if train else min(len(texts), 16)
+        rows = slice(0, min(some, len(images)))
+        part = (head, images[rows], texts[slice(0, few)], None if dense is None else dense[rows])
+        works[f"loop of {some}"] = methods(case, part)[0]
+        pairs[f"loop of {some}"] = len(part[1]) * few
+    seconds = race(works, repeats)
+    rates = {name: count / seconds[name] for name, count in pairs.items()}
+    best = max((name for name in rates if name.startswith("loop")), key=lambda name: rates[name])
     rows = []
     for precision in ("fp32", "bf16"):
-        work = methods(case, inputs, precision)[1]
-        seconds = best_time(work, repeats)
-        rate = images * texts / seconds
-        row = {"case": case, "precision": precision, "loop": slow, "engine": rate, "ratio": rate / slow}
-        if case == "eval":
-            # Measured beside the evaluation, since the machine's speed may change.
-            row["bound"] = operations(inputs[0], images, inputs[2]) / seconds / matmul_rate(repeats)
+        rate, slow = rates[precision], rates[best]
+        row = {
+            "case": case,
+            "precision": precision,
+            "loop": slow,
+            "loop_images": int(best.split()[-1]),
+            "engine": rate,
+            "ratio": rate / slow,
+            "product": 2 * SQUARE**3 / seconds["product"],
+        }
+        if case == "eval" and precision == "fp32":
+            counted = sum(operations(head, len(images), texts).values())
+            row["bound"] = counted / seconds[precision] / row["product"]
         rows.append(row)
         print(f"{case}, {precision}: {rate:,.0f} pairs/s, {rate / slow:.1f} times the loop", flush=True)
     return rows
@@ -237,7 +321,7 @@ def growth(repeats: int, quick: bool) -> dict[str, list[tuple[int, float]]]:
         for value in values:
             given = {"images": 32 // scale, "texts": 128 // scale, "patches": PATCHES, "longest": LONGEST}
             given["longest" if name == "words" else name] = value
-            seconds = best_time(methods("eval", make("eval", **given))[1], repeats)
+            seconds = race({"engine": methods("eval", make("eval", **given))[1]}, repeats)["engine"]
             points[name].append((value, 1e6 * seconds / given["images"] / given["texts"]))
     return points
 
@@ -258,15 +342,26 @@ def report(found: dict) -> str:
             f"| {CASES[row['case']][0]} | {row['precision']} | {row['loop']:,.0f} | {row['engine']:,.0f} "
             f"| {row['ratio']:.1f} | {target} |"
         )
+    first = found["speed"][0]
     lines += [
         "",
-        f"fp32 matrix product of the machine in this run: {found['matmul'] / 1e9:.0f} GFLOP/s;",
-        f"the evaluation's own products ran at {found['bound']:.0%} of that.",
+        f"Evaluation of {EVALUATION[0]} images and {EVALUATION[1]} texts, where the loop did best with "
+        f"{first['loop_images']} images at a time; training steps of {TRAINING[0]} and {TRAINING[1]}.",
+        f"The machine's fp32 matrix product, {SQUARE} by {SQUARE}, beside the evaluation: "
+        f"{first['product'] / 1e9:.0f} GFLOP/s; the evaluation's own products ran at {first['bound']:.0%} of "
+        "that (target 60 %).",
         "",
-        "| training step, no dense text | peak memory over the inputs |",
-        "|---|---|",
+        "| part of an evaluation, fp32, no dense text | µs a pair | share | GFLOP/s | of the product's |",
+        "|---|---|---|---|---|",
     ]
+    for part in found["parts"]:
+        rate = f"{part['rate'] / 1e9:.0f} | {part['rate'] / first['product']:.0%}" if part["rate"] else " | "
+        lines.append(f"| {part['part']} | {part['microseconds']:.2f} | {part['share']:.0%} | {rate} |")
+    lines += ["", "| training step, no dense text | peak memory over the inputs |", "|---|---|"]
     lines += [f"| {name} | {size / 2**20:,.0f} MiB |" for name, size in found["memory"].items()]
+    lines += ["", "| evaluation as one quantity grows | µs a pair |", "|---|---|"]
+    for name, points in found["growth"].items():
+        lines.append(f"| {name} | {', '.join(f'{x}: {y:.1f}' for x, y in points)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -290,7 +385,7 @@ def plot(found: dict, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--memory", nargs=4, metavar=("CASE", "METHOD", "IMAGES", "TEXTS"))
     options = parser.parse_args()
@@ -305,18 +400,16 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "kernel": "none" if native.library() is None else "compiled",
-        "matmul": matmul_rate(options.repeats),
         "speed": [row for case in CASES for row in speed(case, options.repeats, options.quick)],
     }
-    eval_row = next(row for row in found["speed"] if row["case"] == "eval")
-    found["bound"] = eval_row["bound"]
+    found["parts"] = parts(options.repeats, options.quick)
     side, large = (16, 32) if options.quick else (64, 256)
     found["memory"] = {
         f"loop, {side} × {side}": peak("train", "loop", side, side),
         f"engine, {side} × {side}": peak("train", "engine", side, side),
         f"engine, {large} × {large}": peak("train", "engine", large, large),
     }
-    found["growth"] = growth(options.repeats, options.quick)
+    found["growth"] = growth(max(2, options.repeats // 2), options.quick)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "pairs.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (RESULTS / "pairs.md").write_text(report(found), encoding="utf-8")
