@@ -27,6 +27,7 @@ ORDER = [
     "processor",
     "eightbit",
     "model",
+    "shrinking",
     "compat",
     "checkpoints",
     "metrics",

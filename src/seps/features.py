@@ -226,14 +226,15 @@ class Features:
         records = [source[index] for index in range(len(source))]
         captions = [caption for record in records for caption in record.captions]
         images = [
-            self.model.image_encoder.lift(self.image_tokens(part)).mean() for part in batches(records, 64)
+            self.model.image_encoder.lift(self.image_tokens(part)).mean() for part in batches(records, 8)
         ]
+        order = sorted(range(len(captions)), key=lambda place: len(captions[place]))
         texts = [
-            self.model.text_encoder.lift(self.text_tokens(part, limit)).mean()
-            for part in batches(captions, 256)
+            self.model.text_encoder.lift(self.text_tokens([captions[place] for place in part], limit)).mean()
+            for part in batches(order, 256)
         ]
         owners = [row for row, record in enumerate(records) for _ in record.captions]
-        return torch.cat(images), torch.cat(texts), torch.tensor(owners)
+        return torch.cat(images), torch.cat(texts)[torch.tensor(order).argsort()], torch.tensor(owners)
 
     def fill_images(self, source: Source, mirrored: bool = False, batch_size: int = 64) -> int:
         """Compute what is missing of a source's pictures; mirrored ones too if wanted. -> how many were"""

@@ -82,8 +82,7 @@ class MiniVision(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tokens:
         """(B,3,H,W) -> (B,N,1280), or the finer cells that `above` starts from"""
-        blocks = pixels.permute(0, 2, 3, 1).split(AT_ONCE if pixels.device.type == "cpu" else len(pixels))
-        return Tokens(torch.cat([self.network(block) for block in blocks]).flatten(1, 2))
+        return in_blocks(self.network, pixels.permute(0, 2, 3, 1))
 
 
 class MiniTop(nn.Module):
@@ -100,7 +99,13 @@ class MiniTop(nn.Module):
         """(B,N',C') -> (B,N,1280)"""
         if cells.mask is not None:
             raise ValueError("cells: expected all of a picture's, found some left out (data.patch_dropout)")
-        return Tokens(self.network(cells.features.unflatten(1, self.grid)).flatten(1, 2))
+        return in_blocks(self.network, cells.features.unflatten(1, self.grid))
+
+
+def in_blocks(network: nn.Module, x: Tensor) -> Tokens:
+    """A network's cells in row order, on a CPU for a few pictures at once. (B,H,W,C) -> (B,N,C')"""
+    blocks = x.split(AT_ONCE if x.device.type == "cpu" else len(x))
+    return Tokens(torch.cat([network(block) for block in blocks]).flatten(1, 2))
 
 
 def fill(network: nn.Module, published: Callable[[], Mapping[str, Tensor]]) -> None:
