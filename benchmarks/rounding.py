@@ -2,6 +2,7 @@
 
 Features are made: every image has four themes, its patches are a theme each plus noise, and its caption's
 words are noisy copies of the themes, so that the right image is found for most captions but not for all.
+Its description, for the recipes that read one, has more words of the kind and more noise.
 They stand for no data set; what the table says is how far rounding moves scores and recall.
 
     python benchmarks/rounding.py
@@ -15,15 +16,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from seps import SlimHead, Tokens, laps, paper
+from seps import SlimHead, Tokens, described, laps, paper
 from seps.pairwise import pack, prepare, score, unpack
 
-COUNT, PATCHES, CHANNELS, THEMES = 300, 196, 512, 4
+COUNT, PATCHES, CHANNELS, THEMES, DENSE = 300, 196, 512, 4, 100
 RESULTS = Path(__file__).parent / "results"
 
 
-def make(noise: float = 3.0) -> tuple[Tokens, Tokens]:
-    """Images and one caption each, in order."""
+def make(noise: float = 3.0) -> tuple[Tokens, Tokens, Tokens]:
+    """Images, a caption and a description of each, in order."""
     torch.manual_seed(0)
     common = torch.randn(CHANNELS)
     themes = torch.randn(COUNT, THEMES, CHANNELS)
@@ -31,10 +32,14 @@ def make(noise: float = 3.0) -> tuple[Tokens, Tokens]:
     ground = torch.cat([themes, torch.randn(1, 2 * THEMES, CHANNELS).expand(COUNT, -1, -1)], dim=1)
     patches = ground.gather(1, which.unsqueeze(2).expand(-1, -1, CHANNELS)) + common
     patches = patches + noise * torch.randn_like(patches)
-    lengths = torch.randint(4, 25, (COUNT,))
-    said = torch.randint(0, THEMES, (COUNT, 24))
-    words = themes.gather(1, said.unsqueeze(2).expand(-1, -1, CHANNELS)) + common
-    return Tokens(patches), Tokens.padded(words + noise * torch.randn_like(words), lengths)
+
+    def say(shortest: int, longest: int, noise: float) -> Tokens:
+        said = torch.randint(0, THEMES, (COUNT, longest))
+        words = themes.gather(1, said.unsqueeze(2).expand(-1, -1, CHANNELS)) + common
+        lengths = torch.randint(shortest, longest + 1, (COUNT,))
+        return Tokens.padded(words + noise * torch.randn_like(words), lengths)
+
+    return Tokens(patches), say(4, 24, noise), say(DENSE // 2, DENSE, 4 * noise)
 
 
 def recall(scores: Tensor, first: int) -> float:
@@ -43,14 +48,20 @@ def recall(scores: Tensor, first: int) -> float:
     return float((rank < first).float().mean()) * 100
 
 
+def mean_length(packed: list[bytes]) -> int:
+    """Bytes of an image, on average."""
+    return round(sum(map(len, packed)) / len(packed))
+
+
 def main() -> None:
-    images, texts = make()
+    images, texts, dense = make()
     rows = []
-    for name, recipe in (("laps", laps(aggregate_ratio=0.4)), ("paper", paper())):
+    recipes = {"laps": laps(aggregate_ratio=0.4), "paper": paper(), "described": described()}
+    for name, recipe in recipes.items():
         torch.manual_seed(1)
         head = SlimHead(recipe, PATCHES, CHANNELS).eval()
         with torch.no_grad():
-            prepared = prepare(head, images)
+            prepared = prepare(head, images, None if recipe.dense == "none" else dense)
             exact = score(head, prepared, texts)
             packed = {form: pack(prepared, form) for form in ("fp32", "fp16", "int8")}
             halved = score(head, prepared, texts, precision="bf16")
@@ -63,7 +74,7 @@ def main() -> None:
                 {
                     "recipe": name,
                     "form": form,
-                    "bytes": len(packed[form.split()[1]][0]) if form.startswith("packed") else None,
+                    "bytes": mean_length(packed[form.split()[1]]) if form.startswith("packed") else None,
                     "mean": float(change.mean()),
                     "largest": float(change.max()),
                     "spread": float(exact.std()),
@@ -77,8 +88,9 @@ def main() -> None:
     ]
     for row in rows:
         found = " / ".join(f"{each:.1f}" for each in row["recall"])
+        size = f"{row['bytes']:,}" if row["bytes"] else ""
         lines.append(
-            f"| {row['recipe']} | {row['form']} | {row['bytes'] or ''} | {row['mean']:.1e} "
+            f"| {row['recipe']} | {row['form']} | {size} | {row['mean']:.1e} "
             f"| {row['largest']:.1e} | {found} | {row['first']:.1f} % |"
         )
     RESULTS.mkdir(exist_ok=True)
