@@ -507,6 +507,17 @@ def test_what_does_not_fit_is_refused_with_a_sentence():
     )
 
 
+def test_guides_that_would_turn_the_learned_score_are_refused():
+    head, images, words = make_head(paper(dense="none")), make_images(), make_words()
+    guides = {str(number): torch.randn(4, 32) for number in range(4)}
+    sentence = "mixing: expected at most 0.2 with 5 guides, so that the learned score keeps its sign (eq. 3)"
+    for score in (head, head.inspect):
+        assert refusal(lambda score=score: score(images, words, None, guides)).startswith(sentence)
+    three = dict(list(guides.items())[:3])
+    close(head(images, words, None, three), head.inspect(images, words, None, three).scores)
+    make_head(laps())(images, words, None, guides)  # raw cosines add up, however many
+
+
 @pytest.mark.parametrize("name", ["images", "texts", "dense"])
 def test_a_bare_tensor_is_no_token_set(name):
     head = make_head(paper())

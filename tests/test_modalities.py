@@ -222,7 +222,7 @@ def test_half_precision_is_lifted():
         (lambda: slimmer(("rgb", "rgb")), "different names"),
         (lambda: slimmer(patches={"rgb": 12}), "expected a number for rgb, nir, tir"),
         (lambda: slimmer(dense="fused"), "dense='none'"),
-        (lambda: slimmer(tuple("abcdef")), "mixing: expected at most 0.2 for 6 modalities"),
+        (lambda: slimmer(tuple("abcdef")), "mixing: expected at most 0.2 with 5 guides"),
         (lambda: slimmer()({}, {}), "expected some of rgb, nir, tir"),
         (lambda: slimmer()(*make(("rgb", "sound"))), "found 'sound'"),
         (lambda: slimmer()(make()[0], {}), r"global_features\['rgb'\]: expected shape \(3, 16\), found none"),

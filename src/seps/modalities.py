@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from seps.pairwise.prepared import full_precision
 from seps.recipe import Recipe, paper
-from seps.slimming import Branch, Slimmer, token_weights
+from seps.slimming import Branch, Slimmer, learned_share, token_weights
 from seps.tokens import Tokens
 
 RGB_NIR_TIR = ("rgb", "nir", "tir")
@@ -76,12 +76,8 @@ class MultiModalSlimmer(nn.Module):
             raise ValueError(
                 f"recipe: expected dense='none', since other modalities guide here, found {recipe.dense!r}"
             )
-        share = max(2, len(names) - 1) * recipe.mixing
-        if recipe.scoring == "mix" and share > 1:
-            raise ValueError(
-                f"mixing: expected at most {1 / max(2, len(names) - 1):.3g} for {len(names)} modalities, so "
-                f"that the learned score keeps its sign (eq. 3), found {recipe.mixing}"
-            )
+        if recipe.scoring == "mix":
+            learned_share(len(names) - 1, recipe.mixing)
         counts = dict(patches) if isinstance(patches, Mapping) else dict.fromkeys(names, patches)
         if set(counts) != set(names):
             raise ValueError(f"patches: expected a number for {', '.join(names)}, found {sorted(counts)}")

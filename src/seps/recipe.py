@@ -117,8 +117,8 @@ class Recipe:
             )
         if self.scoring == "mix" and self.mixing > 0.5:
             raise ValueError(
-                f"mixing={self.mixing} turns the learned score of scoring='mix' against itself, since "
-                "eq. 3 gives it the share 1 - 2·mixing: use at most 0.5, or scoring='sum'"
+                f"mixing={self.mixing} gives the learned score of scoring='mix' the wrong sign: its share is "
+                "1 - 2·mixing (eq. 3), so use at most 0.5, or scoring='sum'"
             )
 
     @property

@@ -76,8 +76,18 @@ def mix(predicted: Tensor, anchor: Tensor, guides: Sequence[Tensor], mixing: flo
 
     predicted (B,1,N), anchor (B,1,N), guides each (B,1,N) or (B,T,N) -> (B,T,N)
     """
-    share = 1 - max(2, len(guides)) * mixing
-    return share * predicted + mixing * sum(guides, start=2 * anchor)
+    return learned_share(len(guides), mixing) * predicted + mixing * sum(guides, start=2 * anchor)
+
+
+def learned_share(guides: int, mixing: float) -> float:
+    """What so many guides leave to the learned score (eq. 3); refused where they would turn its sign."""
+    most = 1 / max(2, guides)
+    if mixing > most + 1e-9:
+        raise ValueError(
+            f"mixing: expected at most {most:.3g} with {guides} guides, so that the learned score keeps its "
+            f"sign (eq. 3), found {mixing}"
+        )
+    return 1 - max(2, guides) * mixing
 
 
 def top_mask(saliency: Tensor, keep: Tensor) -> Tensor:
