@@ -204,3 +204,16 @@ def test_cells_that_are_left_out_are_refused_where_stages_learn_over_them() -> N
     cells = encoder.backbone(torch.zeros(1, 3, 64, 64))
     torn = Tokens(cells.features, torch.arange(16).view(1, 16) > 2)
     assert "data.patch_dropout" in refusal(lambda: encoder.project(torn))
+
+
+def test_absent_texts_cost_no_layer_and_change_no_other() -> None:
+    torch.manual_seed(0)
+    encoder = build_text_encoder({"kind": "mini", "tuning": "frozen", "top": 1}, 16).eval()
+    assert encoder.top is not None
+    kept = Tokens.padded(torch.randn(3, 6, 384), [5, 0, 6])
+    seen: list[int] = []
+    encoder.top.network.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
+    found, alone = encoder.lift(kept), encoder.lift(kept[[0, 2]])
+    assert seen == [2, 2]
+    torch.testing.assert_close(found.features[[0, 2]], alone.features)
+    assert found.lengths.tolist() == [3, 0, 4] and not found.features[1].any()

@@ -199,6 +199,12 @@ def test_the_baseline_trains_the_global_cosine_alone():
     assert 0 <= task.evaluate()["score"] <= 600
 
 
+def test_a_loss_without_dense_text_reads_none():
+    for scored, reads in (("alignment", True), ("global", False)):
+        task = make_task(options(recipe={"preset": "described"}, objective={"scored": scored}))
+        assert (next(iter(task.loader(0, 0))).dense is not None) is reads
+
+
 def test_captions_of_one_image_are_no_negatives():
     task = make_task(options(recipe={"preset": "laps"}))
     model = task.model.eval()

@@ -75,7 +75,8 @@ class RetrievalTask:
             world_size=self.world.size,
             draws=options.data.draws,
         )
-        self.describes = model.recipe.dense != "none" and count_described(train) > 0
+        aligned = options.objective.scored == "alignment"
+        self.describes = aligned and model.recipe.dense != "none" and count_described(train) > 0
         self.features = self._open_features()
         if options.model.start is None and options.model.projections == "cca":
             start_projections(model, self._pooled(), options.model.ridge)

@@ -175,8 +175,13 @@ class MiniTextTop(nn.Module):
 
     def forward(self, words: Tokens) -> Tokens:
         """(T,2+M,384) -> (T,M,384)"""
-        features = self.network(words.features, words.mask)[:, ENDS:]
-        return Tokens(features, None if words.mask is None else words.mask[:, ENDS:])
+        if words.mask is None:
+            return Tokens(self.network(words.features, None)[:, ENDS:])
+        # Most pictures of a batch may have no description: an absent text is not worth a layer.
+        there = words.present.nonzero().squeeze(1)
+        found = self.network(words.features[there], words.mask[there])[:, ENDS:]
+        features = found.new_zeros(len(words), *found.shape[1:]).index_copy(0, there, found)
+        return Tokens(features, words.mask[:, ENDS:])
 
 
 def special_of_tokens(folder: Path) -> list[int]:
