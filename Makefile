@@ -1,6 +1,6 @@
 # Every target makes its own .venv first, so a fresh clone needs nothing but make and a Python.
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint types format docs-figures clean
+.PHONY: help demo test bench mini lint types format docs-figures clean
 
 # Paths are relative to this file: `make -C` works from anywhere, and PYTHON=... chooses an interpreter.
 PYTHON ?=
@@ -22,6 +22,16 @@ BENCHMARKS := pairs rounding slimming_cost service gallery
 
 bench: .venv ## measure speed and memory (benchmarks/)
 	@set -e; for name in $(BENCHMARKS); do echo "benchmarks/$$name.py"; $(RUN) "benchmarks/$$name.py"; done
+
+# The default model, from the first step to the folder that ships. DATA holds flickr8k/ and coco_dense/.
+DATA ?= data
+MINI := --data.folder $(DATA)/flickr8k --data.also '["$(DATA)/coco_dense"]' --data.cache $(DATA)/kept
+
+mini: .venv ## train the default model again (DATA=folder of its photographs; hours)
+	@$(RUN) -m seps train examples/mini/encoders.yaml $(MINI)
+	@$(RUN) -m seps train examples/mini/head.yaml $(MINI)
+	@rm -rf runs/seps-mini
+	@$(RUN) -m seps shrink runs/mini-head/best runs/seps-mini
 
 lint: .venv ## check style and format
 	@$(RUN) -m ruff check .
