@@ -1,5 +1,6 @@
 """The command line: fast to ask, options from dataclasses and YAML, one sentence for a mistake."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -213,3 +214,10 @@ def test_ctrl_c_ends_a_process_with_130():
     assert process.returncode == 130
     assert "interrupted" in err
     assert "Traceback" not in err
+
+
+def test_garbage_is_looked_for_again_once_a_command_is_loaded():
+    with pytest.raises(KeyError), cli.uncollected():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
