@@ -4,7 +4,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from seps.gallery.packing import pack, unpack, unpack_column
+from seps.gallery.packing import directions, pack, unpack, unpack_column
+from seps.slimming import unit
 from seps.tokens import Tokens
 
 
@@ -73,3 +74,14 @@ def test_torn_bytes_are_refused(cut):
 def test_an_unknown_precision_is_refused():
     with pytest.raises(ValueError, match="expected int8 or fp16, found 'int4'"):
         pack(Tokens(torch.randn(1, 3, 8)), "int4")
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp16"])
+def test_directions_are_the_tokens_up_to_a_scale(precision):
+    tokens = Tokens.padded(torch.randn(3, 5, 16), [5, 0, 2])
+    packed = pack(tokens, precision)
+    vectors, lengths = directions(packed, 16)
+    assert lengths == [5, 0, 2]
+    expected = unpack(packed, 16)
+    assert torch.allclose(unit(vectors), unit(expected.features[expected.mask]), atol=1e-3)
+    assert directions([None, None], 16)[0].shape == (0, 16)

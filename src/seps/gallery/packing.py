@@ -88,6 +88,22 @@ def unpack_column(column: pa.Array, channels: int) -> Tokens:
     return _decode(table)
 
 
+def directions(packed: Sequence[bytes | None], channels: int) -> tuple[torch.Tensor, list[int]]:
+    """Every token up to its scale, one after another, and how many each set has; for cosines. -> (S,C)"""
+    rows: list[np.ndarray] = []
+    lengths = []
+    for item in packed:
+        code, _, count, width = (0, 0, 0, channels) if item is None else _HEADER.unpack_from(item)
+        lengths.append(count)
+        if item is not None:
+            exact = _NAMES[code] == "fp16"
+            start = _HEADER.size + (0 if exact else 4 * count)
+            values = np.frombuffer(item, "<f2" if exact else np.int8, count * width, start)
+            rows.append(values.reshape(count, width))
+    flat = np.concatenate(rows) if rows else np.zeros((0, channels), np.int8)
+    return torch.from_numpy(flat).float(), lengths
+
+
 def _unpack_alike(packed: Sequence[bytes]) -> Tokens:
     """Token sets of one shape and precision, decoded at once."""
     sizes = {len(item) for item in packed}

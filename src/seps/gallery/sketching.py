@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seps.alignment import Aligner, activate
 from seps.data.text import MOST_WORDS, WordTokenizer
-from seps.gallery.packing import Precision, pack, unpack, unpack_column
+from seps.gallery.packing import Precision, directions, pack, unpack_column
 from seps.model import SepsModel, SepsProcessor
 from seps.slimming import unit
 from seps.tokens import Tokens
@@ -77,9 +77,10 @@ def alignments(model: SepsModel) -> tuple[str, ...]:
 def patch_scores(model: SepsModel, packed: pa.Array, words: Tokens) -> Tensor:
     """About what the patches of pictures add to their scores (eq. 5). words (T,M,C) -> (B,T)"""
     tokens = unpack_column(packed, model.config.channels).features.to(words.features.device)
-    groups = tokens.chunk(len(alignments(model)), 1)
+    groups = (tokens @ unit(real_words(words)).T).chunk(len(alignments(model)), 1)
     scores = meet(model.head.aligner, groups[0], None, words)
     for others in groups[1:]:
+        # A branch that takes no part is kept as zeros.
         present = others.any(-1).any(-1, keepdim=True)
         scores += meet(model.head.aligner, others, None, words) * present
     return scores
@@ -96,18 +97,27 @@ def word_scores(model: SepsModel, packed: Sequence[bytes | None], words: Tokens,
         return torch.zeros_like(patches)
     scores = match.absent(patches)
     if any(packed):
-        facts = unpack(packed, model.config.channels).to(words.features.device)
-        met = meet(match.aligner, unit(facts.features), facts.mask, words)
-        scores = torch.where(facts.present.unsqueeze(1), met, scores)
+        vectors, lengths = directions(packed, model.config.channels)
+        there = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+        vectors, there = vectors.to(scores.device), there.to(scores.device)
+        flat = vectors @ unit(real_words(words)).T / vectors.norm(dim=1, keepdim=True).clamp(min=1e-12)
+        cosines = flat.new_zeros(*there.shape, flat.shape[-1])
+        cosines[there] = flat
+        met = meet(match.aligner, cosines, there, words)
+        scores = torch.where(there.any(1, keepdim=True), met, scores)
     return match.weight * scores
 
 
-def meet(aligner: Aligner, tokens: Tensor, mask: Tensor | None, words: Tokens) -> Tensor:
-    """Eq. 5 of every item with every text. tokens (B,J,C) of unit length, mask (B,J), words -> (B,T)"""
-    real = [features[kept] for features, kept in zip(words.features.float(), kept_words(words), strict=True)]
-    cosines = tokens @ unit(torch.cat(real)).T
-    each = activate(cosines, aligner.recipe.affinity).split([len(own) for own in real], -1)
+def meet(aligner: Aligner, cosines: Tensor, mask: Tensor | None, words: Tokens) -> Tensor:
+    """Eq. 5 of every item with every text. cosines (B,J,S) with their real words, mask (B,J) -> (B,T)"""
+    lengths = kept_words(words).sum(1).tolist()
+    each = activate(cosines, aligner.recipe.affinity).split(lengths, -1)
     return torch.stack([aligner.score(own.transpose(1, 2), None, mask) for own in each], 1)
+
+
+def real_words(words: Tokens) -> Tensor:
+    """The words of all texts without padding. (T,M,C) -> (S,C)"""
+    return words.features.float()[kept_words(words)]
 
 
 def kept_words(words: Tokens) -> Tensor:
