@@ -41,6 +41,8 @@ class Options:
     """The inside."""
     kind: dict[str, Any] = field(default_factory=dict)
     """Anything."""
+    most: int | None = None
+    """How many at most."""
 
 
 def succeed(options):
@@ -102,9 +104,13 @@ def test_print_config_writes_what_can_be_read_again(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["try", "here", "--config", "no.yaml"], "config: File does not exist"),
+        (["try", "here", "--config", "no.yaml"], "no.yaml: there is no such file of options"),
+        (["try", "no.yaml"], "there is no such file of options"),
         (["try"], "the following arguments are required: place"),
-        (["try", "here", "--inner.rat", "1"], "unrecognized arguments"),
+        (["try", "here", "--inner.rat", "1"], "inner: expected one of rate, steps, found 'rat'"),
+        (["try", "here", "--outer=1"], "options: expected one of place, inner, kind, most, found 'outer'"),
+        (["try", "here", "there"], "unrecognized arguments: there"),
+        (["try", "here", "--most", "many"], "most: expected int, found many"),
         (["try", "here", "--inner.rate", "fast"], "inner.rate: expected float, found fast"),
         (["try", "here", "--inner.rate", "-1"], "inner.rate: expected at least 0, found -1.0"),
         (["nothing"], "there is no command 'nothing'; expected one of train"),
@@ -123,10 +129,28 @@ def test_a_mistake_is_one_sentence_and_code_2(capsys, words, sentence):
 
 
 @pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "o.yaml: expected options by name, found nothing"),
+        (b"# nothing yet\n", "o.yaml: expected options by name, found nothing"),
+        (b"inner:\n  rate: [1\n", "o.yaml:3: expected YAML (expected ',' or ']'"),
+        (b"kind: {a: \x07}", "o.yaml: expected YAML (unacceptable character"),
+        (b"kind: \xff", "o.yaml: expected YAML ('utf-8' codec can't decode byte"),
+    ],
+)
+def test_a_file_that_holds_no_options_is_named(capsys, tmp_path, content, sentence):
+    (tmp_path / "o.yaml").write_bytes(content)
+    code, _, err = ask(capsys, "try", "here", "--config", str(tmp_path / "o.yaml"))
+    assert code == 2
+    assert sentence in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("inner: {rat: 0.25}", "inner: expected one of rate, steps, found 'rat'"),
-        ("iner: {rate: 0.25}", "options: expected one of place, inner, kind, found 'iner'"),
+        ("iner: {rate: 0.25}", "options: expected one of place, inner, kind, most, found 'iner'"),
         ("inner: 3", "inner: expected options such as rate, found 3"),
         ("inner: fast", "inner: expected options, found fast"),
         ("- inner", "config: expected options by name, found - inner"),
@@ -200,7 +224,7 @@ def test_ctrl_c_ends_a_process_with_130():
         "module = types.ModuleType('slow')\n"
         "@dataclasses.dataclass\nclass Options:\n    pass\n"
         "Options.__module__ = 'slow'\n"
-        "def run(options):\n    print('ready', flush=True)\n    time.sleep(60)\n"
+        "def run(options):\n    print('ready', flush=True)\n    time.sleep(600)\n"
         "module.Options, module.run = Options, run\nsys.modules['slow'] = module\n"
         "cli.COMMANDS['slow'] = cli.Command('slow', 'Options', 'run', 'wait')\ncli.main(['slow'])"
     )

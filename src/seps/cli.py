@@ -12,7 +12,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_type_hints
 
 DEBUG = "SEPS_DEBUG"
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Command] = {
     "import": Command(
         "seps.checkpoints", "ImportOptions", "run", "turn an official .pth into a model folder"
     ),
+    "shrink": Command("seps.shrinking", "ShrinkOptions", "run", "write a model folder in eight bits"),
     "caption": Command("seps.captions", "CaptionOptions", "run", "describe images with a multimodal model"),
     "index": Command("seps.gallery.commands", "IndexOptions", "run_index", "index a folder of pictures"),
     "search": Command("seps.gallery.commands", "SearchOptions", "run_search", "find pictures by words"),
@@ -52,6 +54,11 @@ COMMANDS: dict[str, Command] = {
 
 # How the parser names an option of a YAML file that it does not know.
 UNKNOWN = re.compile(r"^(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?$")
+UNRECOGNISED = re.compile(r"^unrecognized arguments: --([\w.]+)")
+# How it says that a value fits none of some kinds, the last of them being none.
+ALTERNATIVES = re.compile(
+    r": Does not validate against .*Subtypes: \[(.+?), NoneType\] Errors: .*Given value: (.+)"
+)
 # What a user can cause, as opposed to what only a defect can.
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)
 
@@ -65,8 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if not debug:
         for noisy in ("httpx", "httpcore", "urllib3", "matplotlib", "PIL", "filelock"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
-        # Where the hub cannot be reached the error itself says so.
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     name = "seps"
     try:
         if not words or words[0] in ("-h", "--help"):
@@ -126,7 +131,9 @@ def choose(words: Sequence[str]) -> tuple[str, list[str]]:
 def run(name: str, words: Sequence[str]) -> int:
     """Parse a command's options and call its function, whose result is the exit code."""
     command = COMMANDS[name]
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Where the hub cannot be reached the error itself says so.
+    for ecosystem in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
+        os.environ.setdefault(ecosystem, "error")
     with uncollected():
         module = importlib.import_module(command.module)
     quieten_ecosystem()
@@ -169,6 +176,9 @@ def parse(kind: type, words: Sequence[str], name: str = "", description: str = "
     words = spell_out(kind, words)
     if words and words[0].endswith((".yaml", ".yml")):
         words = ["--config", *words]
+    for word, following in pairwise(words):
+        if word == "--config":
+            require_options(Path(following))
     try:
         parsed = parser.parse_args(words)
         refuse_bare_sections(kind, parsed)
@@ -176,6 +186,23 @@ def parse(kind: type, words: Sequence[str], name: str = "", description: str = "
     except ArgumentError as error:
         raise ValueError(_plain(str(error), kind)) from None
     return kind(**{field.name: values[field.name] for field in fields(kind)})
+
+
+def require_options(file: Path) -> None:
+    """A file of options is there, is YAML, and holds some."""
+    import yaml
+
+    if not file.is_file():
+        raise ValueError(f"{file}: there is no such file of options")
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
+        raise ValueError(f"{file}{line}: expected YAML ({error.problem})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: expected YAML ({sentence(error)})") from None
+    if content is None:
+        raise ValueError(f"{file}: expected options by name, found nothing")
 
 
 def sections(kind: type) -> dict[str, type]:
@@ -228,11 +255,14 @@ def _plain(text: str, kind: type) -> str:
     text = " ".join(text.split())
     if unknown := UNKNOWN.match(text):
         return _unknown(".".join(filter(None, unknown.groups())), kind)
+    if unknown := UNRECOGNISED.match(text):
+        return _unknown(unknown.group(1), kind)
     text = re.sub(r'^(?:Problem in [^:]*: )?Parser key "([^"]+)": ', r"\1: ", text)
     text = re.sub(r"^(\S+): Unable to load config ['\"](.+?)['\"].*", r"\1: expected options, found \2", text)
     text = re.sub(r"^Unexpected config: ", "config: expected options by name, found ", text)
     text = re.sub(r"<class '(\w+)'>", r"\1", text)
     text = re.sub(r"typing\.Literal\[(.+?)\]", r"one of \1", text)
+    text = ALTERNATIVES.sub(r": expected \1, found \2", text)
     return text.replace(": Expected a ", ": expected ").replace(". Got value: ", ", found ")
 
 
