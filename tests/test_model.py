@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedTokenizerFast
 
 from seps.losses import hinge
-from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load
+from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load, located, save_small
 from seps.recipe import PRESETS, paper
 from seps.tokens import Tokens
 from test_encoders import SMALL, VISION
@@ -351,15 +351,33 @@ def test_a_text_backbone_needs_a_tokenizer_that_fits(bert_tokenizer, tmp_path):
         bert_model(bert_tokenizer, text_encoder=small)
 
 
+def test_a_folder_that_is_not_there_is_no_hub_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ValueError, match="runs/best: expected a model folder, found none"):
+        located("runs/best")
+    assert located("someone/model") == "someone/model"
+
+
+def test_weights_can_be_read_by_whoever_reads_the_configuration(tmp_path):
+    model, processor = light_model()
+    save(tmp_path / "large", model, processor)
+    save_small(model, processor, tmp_path / "small")
+    for folder in (tmp_path / "large", tmp_path / "small"):
+        modes = {path.stat().st_mode for path in folder.iterdir()}
+        assert modes == {(folder / "config.json").stat().st_mode}
+
+
 def test_broken_folders_meet_one_sentence(tmp_path):
     model, processor = light_model()
     with pytest.raises(ValueError, match="nowhere: expected a model folder, found none"):
         load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="expected a folder or hub name with a config.json") as caught:
+    with pytest.raises(ValueError, match="expected a model folder, found no config.json in it$"):
         load(tmp_path)
-    assert "\n" not in str(caught.value)
     folder = tmp_path / "model"
     save(folder, model, processor)
+    with pytest.raises(ValueError, match=r"no config.json in it; there is one in .*/model$"):
+        load(tmp_path)
     weights = load_file(folder / "model.safetensors")
     weights["image_encoder.neck.projection.bias"] = torch.zeros(3)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

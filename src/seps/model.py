@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from seps.data.text import WordTokenizer
 from seps.eightbit import fill_shrunk, write_shrunk
@@ -305,10 +306,11 @@ class SepsModel(PreTrainedModel):
             for key in encoder.body.state_dict()
         }
 
-    def save_pretrained(self, *inputs: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | PathLike[str], *inputs: Any, **kwargs: Any) -> None:
         """Write configuration and weights into a folder, weights of installed packages left out."""
         self._keys_to_ignore_on_save = self.packaged()
-        super().save_pretrained(*inputs, **kwargs)
+        super().save_pretrained(save_directory, *inputs, **kwargs)
+        open_to_readers(Path(save_directory))
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -334,6 +336,13 @@ class SepsModel(PreTrainedModel):
         for encoder in (model.image_encoder, model.text_encoder):
             encoder.tune(encoder.tuning)  # weights that are read come back as weights that learn
         return (model, found) if informs else model
+
+
+def open_to_readers(folder: Path) -> None:
+    """Let whoever may read a folder's configuration read its weights: their writer keeps them to itself."""
+    config = folder / CONFIG_NAME
+    for weights in folder.glob("*.safetensors") if config.is_file() else ():
+        weights.chmod(config.stat().st_mode)
 
 
 @contextmanager
@@ -419,10 +428,15 @@ def located(name: str | PathLike[str]) -> str | Path:
     """Where a model is: a folder, this package for a model that comes with it, or else a hub name."""
     folder = Path(name).expanduser()
     if folder.is_dir():
+        if not (folder / CONFIG_NAME).is_file():
+            inner = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_NAME}"))
+            hint = f"; there is one in {folder / inner[0]}" if inner else ""
+            raise ValueError(f"{name}: expected a model folder, found no {CONFIG_NAME} in it{hint}")
         return folder
     if (SHIPPED / str(name)).is_dir():
         return SHIPPED / str(name)
-    if Path(name).is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1:
+    beside_others = len(folder.parts) > 1 and folder.parent.is_dir()
+    if beside_others or Path(name).is_absolute() or str(name).startswith((".", "~")) or len(folder.parts) > 2:
         raise ValueError(f"{name}: expected a model folder, found none")
     return str(name)
 
@@ -437,6 +451,7 @@ def save_small(model: SepsModel, processor: SepsProcessor, folder: str | PathLik
     write_shrunk(
         {name: each for name, each in model.state_dict().items() if name not in packaged}, place / SMALL
     )
+    open_to_readers(place)
     return place / SMALL
 
 
