@@ -90,8 +90,13 @@ def test_a_narrow_filter_loses_nothing(matched):
 def test_few_candidates_still_find_the_best(matched, monkeypatch):
     exact = [hit.id for hit in matched.search(TEXT, k=1, exact=True)]
     monkeypatch.setattr(searching, "CANDIDATES", 12)
-    monkeypatch.setattr(proposing, "DESCRIBED", 20)
+    monkeypatch.setattr(proposing, "LEAST_DESCRIBED", 20)
     assert [hit.id for hit in matched.search(TEXT, k=1)] == exact
+
+
+def test_a_larger_gallery_proposes_more_up_to_a_bound():
+    sizes = (0, 20_000, 60_000, 100_000, 10**9)
+    assert [proposing.proposals(rows) for rows in sizes] == [800, 800, 1000, 1600, 1600]
 
 
 def test_with_and_without_a_description_compete(matched, monkeypatch):

@@ -16,8 +16,11 @@ from seps.gallery.store import Store
 from seps.model import SepsModel
 from seps.tokens import Tokens
 
-# So many pictures meet a query for their descriptions, and so many more for their pixels' one vector.
-DESCRIBED = 800
+# So many pictures meet a query for their descriptions, one in sixty from the least to the most, and so many
+# more for their pixels' one vector. benchmarks/gallery.py measures what they find and what they cost.
+LEAST_DESCRIBED = 800
+MOST_DESCRIBED = 1600
+ROWS_A_PROPOSAL = 60
 BY_PIXELS = 200
 # Pictures that only their patches speak for all meet it; of more than so many, those whose pixel vectors
 # are nearest.
@@ -55,13 +58,19 @@ def by_descriptions(store: Store, model: SepsModel, text: str, words: Tokens, wh
     """Pictures whose descriptions, or whose pixels, are near a text. words (1,M,C)"""
     shared = " ".join(dict.fromkeys(text.split()[:_MATCHED_WORDS]))
     pixels = model.global_texts(words)[0].tolist()
+    most = proposals(store.count(where))
     rankings = [
-        named(store.nearest("description_vector", mean_word(words)[0].tolist(), DESCRIBED, where)),
-        named(store.matching(shared, DESCRIBED, where)),
+        named(store.nearest("description_vector", mean_word(words)[0].tolist(), most, where)),
+        named(store.matching(shared, most, where)),
     ]
     near = named(store.nearest("pixel_vector", pixels, BY_PIXELS, where))
-    rows = store.fetch(sorted({*fuse(rankings, DESCRIBED), *near}), [*rough_columns(model), "words"])
+    rows = store.fetch(sorted({*fuse(rankings, most), *near}), [*rough_columns(model), "words"])
     return scored_roughly(model, rows.to_batches(max_chunksize=_ROWS_AT_ONCE), words)[0]
+
+
+def proposals(rows: int) -> int:
+    """How many pictures the descriptions propose among so many."""
+    return min(max(LEAST_DESCRIBED, rows // ROWS_A_PROPOSAL), MOST_DESCRIBED)
 
 
 def by_sketches(store: Store, model: SepsModel, words: Tokens, limit: int, where: str | None) -> list[Scored]:
