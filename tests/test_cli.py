@@ -244,3 +244,7 @@ def test_garbage_is_looked_for_again_once_a_command_is_loaded():
     with cli.uncollected():
         inside = gc.isenabled()
     assert (inside, gc.isenabled()) == (False, True)
+
+
+def test_a_full_disk_is_told_without_its_number():
+    assert cli.sentence(OSError(28, "gallery: nothing was written")) == "gallery: nothing was written"

@@ -247,7 +247,7 @@ def sentence(error: BaseException) -> str:
         return f"the package {error.name} is not installed"
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"
-    return text
+    return text.removeprefix(f"[Errno {error.errno}] ") if isinstance(error, OSError) else text
 
 
 def _plain(text: str, kind: type) -> str:
