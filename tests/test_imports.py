@@ -26,6 +26,8 @@ ORDER = [
     "encoders",
     "processor",
     "eightbit",
+    "configuration",
+    "global_term",
     "model",
     "shrinking",
     "compat",

@@ -17,7 +17,7 @@ from seps.objective import Scored
 from seps.options import RecipeOptions, TrainOptions, recipe_from
 from seps.progress import progress_bar
 from seps.retrieval import train
-from seps.training import require_same
+from seps.snapshots import require_same
 
 logger = logging.getLogger(__name__)
 

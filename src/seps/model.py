@@ -1,33 +1,31 @@
-"""The whole model in the ecosystem's form: configuration, encoders, head and global term; save, load, hub."""
+"""The whole model in the ecosystem's form: encoders, head and global term; save, load, hub."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
+from seps.configuration import SepsConfig, recipe_of
 from seps.data.text import WordTokenizer
 from seps.eightbit import fill_shrunk, write_shrunk
 from seps.encoders import build_image_encoder, build_text_encoder
-from seps.encoders.layers import something
+from seps.global_term import GlobalTerm
 from seps.head import SlimHead
 from seps.pairwise.prepared import full_precision
 from seps.processor import PieceTokenizer, SepsProcessor, read_pieces
-from seps.recipe import PRESETS, Recipe
+from seps.recipe import Recipe
 from seps.slimming import unit
 from seps.tokens import Tokens
 
@@ -38,126 +36,6 @@ SHIPPED = Path(__file__).parent / "shipped"
 DEFAULT = "seps-mini"
 """The model that is used where none is named."""
 SMALL = "model.int8.safetensors"
-
-GlobalUse = Literal["none", "loss", "score"]
-# Entries of config.json that are the ecosystem's, not ours.
-PASSING = {
-    "_attn_implementation",
-    "_commit_hash",
-    "_name_or_path",
-    "attn_implementation",
-    "auto_map",
-    "dtype",
-    "model_type",
-    "name_or_path",
-    "output_attentions",
-    "torch_dtype",
-    "transformers_version",
-} | {field.name for field in fields(PreTrainedConfig)}
-
-
-class SepsConfig(PreTrainedConfig):
-    """What a model is made of.
-
-    recipe: a `Recipe`, a dict of its choices, or a preset's name; channels: C; image_encoder, text_encoder:
-    plain dicts (see `seps.encoders`); global_term: one vector an image and a text, "none", for a "loss" and
-    the coarse search, or also added to the "score"; global_weight: its weight, learned from there on in
-    "score"; initial_temperature: where the learned one of InfoNCE starts.
-    """
-
-    model_type = "seps"
-
-    def __init__(
-        self,
-        recipe: Recipe | Mapping[str, Any] | str = "paper",
-        channels: int = 512,
-        image_encoder: Mapping[str, Any] | None = None,
-        text_encoder: Mapping[str, Any] | None = None,
-        global_term: GlobalUse = "none",
-        global_weight: float = 1.0,
-        initial_temperature: float = 0.07,
-        **kwargs: Any,
-    ) -> None:
-        own = [
-            name
-            for name in inspect.signature(type(self).__init__).parameters
-            if name not in ("self", "kwargs")
-        ]
-        for key in kwargs:
-            if key not in PASSING:
-                raise ValueError(f"config: expected the keys {', '.join(own)}, found {key!r}")
-        if global_term not in ("none", "loss", "score"):
-            raise ValueError(f"global_term: expected one of none, loss, score, found {global_term!r}")
-        if channels < 5:
-            raise ValueError(f"channels: expected at least 5, found {channels}")
-        for name, value in (("global_weight", global_weight), ("initial_temperature", initial_temperature)):
-            if not value > 0:
-                raise ValueError(f"{name}: expected above 0, found {value}")
-        self.recipe = asdict(recipe_of(recipe))
-        self.channels = channels
-        self.image_encoder = dict({"kind": "light"} if image_encoder is None else image_encoder)
-        self.text_encoder = dict({"kind": "light"} if text_encoder is None else text_encoder)
-        self.global_term = global_term
-        self.global_weight = global_weight
-        self.initial_temperature = initial_temperature
-        super().__init__(**kwargs)
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """What differs from the ecosystem's defaults, and all of ours: a folder outlives its defaults."""
-        own = [name for name in inspect.signature(type(self).__init__).parameters if hasattr(self, name)]
-        return super().to_diff_dict() | {name: getattr(self, name) for name in own}
-
-
-def recipe_of(choice: Recipe | Mapping[str, Any] | str) -> Recipe:
-    """The recipe of a name, of a dict of choices, or itself."""
-    if isinstance(choice, Recipe):
-        return choice
-    if isinstance(choice, str):
-        if choice not in PRESETS:
-            raise ValueError(f"recipe: expected one of {', '.join(PRESETS)}, found {choice!r}")
-        return PRESETS[choice]()
-    for key in choice:
-        if key not in Recipe.names():
-            raise ValueError(f"recipe: expected the choices {', '.join(Recipe.names())}, found {key!r}")
-    return Recipe(**choice)
-
-
-class GlobalPool(nn.Module):
-    """One unit vector of a token set: attention over it, at the start its mean, then a projection."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.attention = nn.Linear(channels, 1, bias=False)
-        self.projection = nn.Linear(channels, channels)
-        nn.init.zeros_(self.attention.weight)
-        nn.init.eye_(self.projection.weight)
-        nn.init.zeros_(self.projection.bias)
-
-    def forward(self, tokens: Tokens) -> Tensor:
-        """(B,N,C) -> (B,C)"""
-        features, mask = tokens.cleaned().features, tokens.mask
-        if tokens.cls is not None:
-            features = torch.cat([tokens.cls.unsqueeze(1), features], 1)
-            mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
-        logits = self.attention(features).squeeze(-1)
-        if mask is not None:
-            logits = logits.masked_fill(~something(mask), -math.inf)
-        return unit(self.projection((logits.softmax(-1).unsqueeze(1) @ features).squeeze(1)))
-
-
-class GlobalTerm(nn.Module):
-    """Cosine of an image's and a text's one vector, weighed by a learned weight where it is scored."""
-
-    def __init__(self, channels: int, weight: float, scored: bool) -> None:
-        super().__init__()
-        self.images = GlobalPool(channels)
-        self.texts = GlobalPool(channels)
-        self.raw_weight = nn.Parameter(torch.tensor(float(weight)).expm1().log()) if scored else None
-
-    @property
-    def weight(self) -> Tensor | None:
-        """The learned weight, above zero; None where the term is not scored."""
-        return None if self.raw_weight is None else functional.softplus(self.raw_weight)
 
 
 class SepsModel(PreTrainedModel):

@@ -1,4 +1,4 @@
-"""The state of a run on disk: tensors and plain values in one file that is whole or not there.
+"""The state of a run on disk: one file that is whole or not there, folders that are, whose run they hold.
 
 A safetensors file, not a pickle: the tensors under the path by which they hang in the state, and the rest of
 it as JSON in the file's metadata.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,19 @@ import torch
 from torch import Tensor
 
 _TENSOR = "tensor:"
+# What may change between the parts of one run: it moves no weight.
+FREE_TO_CHANGE = frozenset(
+    {
+        "folder",
+        "checkpoint_steps",
+        "checkpoint_seconds",
+        "log_steps",
+        "tensorboard",
+        "resume",
+        "device",
+        "data.workers",
+    }
+)
 
 
 def write_snapshot(state: Any, path: Path) -> None:
@@ -43,6 +58,31 @@ def read_snapshot(path: Path, device: torch.device | str = "cpu") -> Any:
             return _unflatten(plain, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not a snapshot of a run ({error})") from None
+
+
+def replace_folder(place: Path, save: Callable[[Path], None]) -> None:
+    """Let something be saved into a folder beside and swap it in: at every moment one whole folder exists."""
+    beside, before = place.with_name(f".{place.name}.part"), place.with_name(f".{place.name}.before")
+    for leftover in (beside, before):
+        shutil.rmtree(leftover, ignore_errors=True)
+    beside.mkdir(parents=True)
+    save(beside)
+    if place.exists():
+        place.rename(before)
+    beside.rename(place)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def require_same(identity: Mapping[str, Any], found: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to go on with a run of other settings, and name what differs."""
+    ours, theirs = _flat(identity), _flat(found)
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name.removeprefix("run.") in FREE_TO_CHANGE or ours.get(name) == theirs.get(name):
+            continue
+        raise ValueError(
+            f"{folder}: holds a run with {name} {theirs.get(name)!r}, this one has {ours.get(name)!r}: "
+            "choose another folder, or overwrite it with resume false"
+        )
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -80,3 +120,13 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings as dotted names; sequences as lists, as they come back from a file."""
+    if isinstance(values, Mapping) and values:
+        flat: dict[str, Any] = {}
+        for name, value in values.items():
+            flat |= _flat(value, f"{prefix}.{name}" if prefix else str(name))
+        return flat
+    return {prefix: list(values) if isinstance(values, tuple) else values}

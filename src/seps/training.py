@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import shutil
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -32,7 +31,7 @@ from seps.optimisation import (
     set_learning_rate,
 )
 from seps.progress import Advance, progress_bar
-from seps.snapshots import read_snapshot, write_snapshot
+from seps.snapshots import read_snapshot, replace_folder, require_same, write_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +39,6 @@ Batch = TypeVar("Batch")
 
 BEST = "best"
 SNAPSHOT = "resume.safetensors"
-# What may change between the parts of one run: it moves no weight.
-FREE_TO_CHANGE = frozenset(
-    {
-        "folder",
-        "checkpoint_steps",
-        "checkpoint_seconds",
-        "log_steps",
-        "tensorboard",
-        "resume",
-        "device",
-        "data.workers",
-    }
-)
 
 
 class Task(Protocol[Batch]):
@@ -347,7 +333,7 @@ class _Run:
             self.at.last = figures
             if not self.at.best or score > self.at.best["score"]:
                 self.at.best, self.at.best_epoch = figures, self.at.epoch
-                replace_folder(self.folder / BEST, self.task)
+                replace_folder(self.folder / BEST, self.task.save)
         if figures:
             journal.write("dev", self.at.step, self.at.epoch, figures)
             logger.info("epoch %d: %s", self.at.epoch, brief(figures))
@@ -366,38 +352,3 @@ def draw_from(seed: int, step: int, rank: int) -> None:
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))  # noqa: NPY002 - a task may draw from it
     torch.manual_seed(int(words[2]))
-
-
-def replace_folder(place: Path, task: Task[Any]) -> None:
-    """Save a task's model beside and swap it in: at every moment one whole folder exists."""
-    beside, before = place.with_name(f".{place.name}.part"), place.with_name(f".{place.name}.before")
-    for leftover in (beside, before):
-        shutil.rmtree(leftover, ignore_errors=True)
-    beside.mkdir(parents=True)
-    task.save(beside)
-    if place.exists():
-        place.rename(before)
-    beside.rename(place)
-    shutil.rmtree(before, ignore_errors=True)
-
-
-def require_same(identity: Mapping[str, Any], found: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to go on with a run of other settings, and name what differs."""
-    ours, theirs = _flat(identity), _flat(found)
-    for name in sorted(ours.keys() | theirs.keys()):
-        if name.removeprefix("run.") in FREE_TO_CHANGE or ours.get(name) == theirs.get(name):
-            continue
-        raise ValueError(
-            f"{folder}: holds a run with {name} {theirs.get(name)!r}, this one has {ours.get(name)!r}: "
-            "choose another folder, or overwrite it with resume false"
-        )
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings as dotted names; sequences as lists, as they come back from a file."""
-    if isinstance(values, Mapping) and values:
-        flat: dict[str, Any] = {}
-        for name, value in values.items():
-            flat |= _flat(value, f"{prefix}.{name}" if prefix else str(name))
-        return flat
-    return {prefix: list(values) if isinstance(values, tuple) else values}
