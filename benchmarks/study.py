@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -54,7 +53,9 @@ def main() -> None:
         name = block.group(2)
         source, copy = Path(asked.runs) / name / "table.json", kept / f"{name}.json"
         if source.is_file():
-            shutil.copy(source, copy)
+            found = json.loads(source.read_text(encoding="utf-8"))
+            found = {"figures": found["figures"]} if "figures" in found else found
+            copy.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         if not copy.is_file():
             return block.group(0)
         rows = seeds_of(json.loads(copy.read_text(encoding="utf-8")))
