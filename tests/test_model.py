@@ -1,6 +1,7 @@
 """The whole model: what it says, saves and refuses; and the ecosystem's doors to it."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -448,3 +449,17 @@ def test_dense_ids_and_mask_come_together():
     with pytest.raises(ValueError, match="dense_ids, dense_mask: expected both or neither"):
         model(**ready, dense_ids=ready["ids"])
     assert isinstance(model, SepsModel)
+
+
+def test_loading_a_folder_says_nothing(tmp_path):
+    light_model()[0].save_pretrained(tmp_path)
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage()[:60])
+    ecosystem = logging.getLogger("transformers")
+    ecosystem.addHandler(handler)
+    try:
+        SepsModel.from_pretrained(tmp_path)
+    finally:
+        ecosystem.removeHandler(handler)
+    assert said == []

@@ -225,14 +225,17 @@ def open_to_readers(folder: Path) -> None:
 
 @contextmanager
 def unreported() -> Iterator[None]:
-    """Without the ecosystem's table of misfits: what does not fit is refused in one sentence."""
-    reporter = logging.getLogger("transformers.modeling_utils")
-    level = reporter.level
-    reporter.setLevel(logging.ERROR)
+    """Without the ecosystem's tables: what does not fit is refused in one sentence."""
+    names = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
+    reporters = [logging.getLogger(name) for name in names]
+    levels = [reporter.level for reporter in reporters]
+    for reporter in reporters:
+        reporter.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        reporter.setLevel(level)
+        for reporter, level in zip(reporters, levels, strict=True):
+            reporter.setLevel(level)
 
 
 def refuse_misfits(name: str, found: Mapping[str, Any]) -> None:
