@@ -206,6 +206,15 @@ def test_asking_for_help_loads_no_command():
     assert out.strip().splitlines()[-1] == "end"
 
 
+def test_a_group_of_commands_lists_them(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["reid", "--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(f"  reid {name} " in said for name in ("train", "eval", "rank"))
+    assert "seps index" not in said and "  train" not in said
+
+
 def test_the_ecosystem_draws_no_bars_of_its_own(capsys):
     from transformers.utils import logging as ecosystem
 

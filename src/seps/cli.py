@@ -82,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
             print(__version__)
             sys.exit(0)
+        if words[1:] in (["-h"], ["--help"]) and group_of(words[0]):
+            print(overview(group_of(words[0])))
+            sys.exit(0)
         name, rest = choose(words)
         sys.exit(run(name, rest))
     except KeyboardInterrupt:
@@ -95,10 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(_farewell(name, sentence(error), 1 if isinstance(error, FloatingPointError) else 2))
 
 
-def overview() -> str:
-    """What `seps --help` prints."""
-    width = max(len(name) for name in COMMANDS)
-    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+def group_of(word: str) -> list[str]:
+    """The commands of two words that begin with one."""
+    return [name for name in COMMANDS if name.startswith(f"{word} ")]
+
+
+def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
+    """What `seps --help` prints, of some commands alone where a group is asked for."""
+    width = max(len(name) for name in names)
+    lines = [f"  {name:<{width}}  {COMMANDS[name].help}" for name in names]
     return "\n".join(
         [
             "usage: seps COMMAND [options]",
@@ -120,9 +128,8 @@ def choose(words: Sequence[str]) -> tuple[str, list[str]]:
         name = " ".join(words[:count])
         if len(words) >= count and name in COMMANDS:
             return name, list(words[count:])
-    group = [name for name in COMMANDS if name.split()[0] == words[0]]
-    if group:
-        raise ValueError(f"expected one of: {', '.join(group)}; see `seps --help`")
+    if group := group_of(words[0]):
+        raise ValueError(f"expected one of: {', '.join(group)}; see `seps {words[0]} --help`")
     raise ValueError(
         f"there is no command {words[0]!r}; expected one of {', '.join(COMMANDS)}; see `seps --help`"
     )
