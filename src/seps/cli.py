@@ -103,8 +103,9 @@ def group_of(word: str) -> list[str]:
     return [name for name in COMMANDS if name.startswith(f"{word} ")]
 
 
-def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
+def overview(names: Sequence[str] = ()) -> str:
     """What `seps --help` prints, of some commands alone where a group is asked for."""
+    names = names or list(COMMANDS)
     width = max(len(name) for name in names)
     lines = [f"  {name:<{width}}  {COMMANDS[name].help}" for name in names]
     return "\n".join(
