@@ -30,8 +30,9 @@ MINI := --data.folder $(DATA)/flickr8k --data.also '["$(DATA)/coco_dense"]' --da
 mini: .venv ## train the default model again (DATA=folder of its photographs; hours)
 	@$(RUN) -m seps train examples/mini/encoders.yaml $(MINI)
 	@$(RUN) -m seps train examples/mini/head.yaml $(MINI)
-	@rm -rf runs/seps-mini
-	@$(RUN) -m seps shrink runs/mini-head/best runs/seps-mini
+	@rm -rf runs/mini-weighed runs/seps-mini
+	@$(RUN) -m seps weigh runs/mini-head/best $(DATA)/coco_dense runs/mini-weighed --cache $(DATA)/kept
+	@$(RUN) -m seps shrink runs/mini-weighed runs/seps-mini
 
 lint: .venv ## check style and format
 	@$(RUN) -m ruff check .

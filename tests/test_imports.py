@@ -43,6 +43,7 @@ ORDER = [
     "objective",
     "sources",
     "evaluation",
+    "weighing",
     "baseline",
     "report_page",
     "report",
