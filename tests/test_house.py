@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LARGEST = 2**20
 # Files that may be larger, each with its reason beside it.
-LARGE: dict[str, str] = {"src/seps/shipped/seps-mini/model.int8.safetensors": "what the default model learned"}
+LARGE = {"src/seps/shipped/seps-mini/model.int8.safetensors": "what the default model learned"}
 # What no file may say, and why.
 FORBIDDEN = {
     r"(?<![\w.~])/(?:home|root|Users|work)/\w": "names a path of one machine",

@@ -31,6 +31,14 @@ def test_every_photograph_is_inside_the_package():
             picture.load()
 
 
+def test_the_documentation_describes_what_is_asked_for():
+    described = photographs.read_descriptions(photographs.find_photographs()[0].parent)
+    assert described["chelsea.png"].startswith("Chelsea the cat.")
+    assert "astronaut" in described["astronaut.png"] and "Launch photo" in described["rocket.jpg"]
+    assert set(photographs.PHOTOGRAPHS) <= set(described)
+    assert not any("---" in each for each in described.values())
+
+
 def test_every_question_is_asked_and_explained(stand_in, tmp_path, capsys):
     gallery = photographs.show_photographs(tmp_path)
     assert len(gallery) == len(photographs.PHOTOGRAPHS)

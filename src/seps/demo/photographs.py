@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from seps.data.records import written_beside
 from seps.demo.saying import say, title
 from seps.explanation import draw, explain_stored
 from seps.gallery import Gallery, Hit
+from seps.gallery.descriptions import Said
 from seps.gallery.rows import identify
 from seps.model import DEFAULT, load
 
@@ -44,6 +46,24 @@ def find_photographs() -> list[Path]:
     return paths
 
 
+def read_descriptions(folder: Path) -> dict[str, str]:
+    """What scikit-image's documentation says is to be seen, by file name."""
+    source = (folder / "_fetchers.py").read_text(encoding="utf-8")
+    found = {}
+    for node in ast.parse(source).body:
+        said = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+        if not said:
+            continue
+        # The title, and the paragraph below it unless a section of parameters or notes begins there.
+        paragraphs = [" ".join(each.split()) for each in said.split("\n\n")[:2]]
+        described = " ".join(each for each in paragraphs if "---" not in each)
+        names = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+        found |= {
+            Path(name).name: described for name in names if isinstance(name, str) and name.startswith("data/")
+        }
+    return found
+
+
 def make_gallery(folder: Path) -> Gallery:
     """The gallery of the photographs, made or found; a name of its own for every model."""
     model, processor = load(DEFAULT)
@@ -53,7 +73,8 @@ def make_gallery(folder: Path) -> Gallery:
     else:
         gallery = Gallery.create(place, model, processor, model_source=DEFAULT)
     paths, start = find_photographs(), time.perf_counter()
-    report = gallery.add(paths)
+    described = read_descriptions(paths[0].parent)
+    report = gallery.add(paths, said=lambda picture: Said(described.get(Path(picture.label).name)))
     say(f"{len(paths)} photographs, {report}, in {time.perf_counter() - start:.1f} s: {place}")
     return gallery
 
@@ -81,6 +102,7 @@ def show_photographs(folder: Path, shown: int = 3) -> Gallery:
     """Index, ask every question, draw why; -> the gallery."""
     title("Real photographs: search by words, and see why")
     say(f"The default model, {DEFAULT}, and pictures that come with scikit-image; nothing is downloaded.")
+    say("What its documentation says of a picture serves as the picture's description.")
     gallery = make_gallery(folder)
     for query, right in QUESTIONS.items():
         start = time.perf_counter()
