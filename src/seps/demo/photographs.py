@@ -49,7 +49,7 @@ def find_photographs() -> list[Path]:
 def read_descriptions(folder: Path) -> dict[str, str]:
     """What scikit-image's documentation says is to be seen, by file name."""
     source = (folder / "_fetchers.py").read_text(encoding="utf-8")
-    found = {}
+    found: dict[str, str] = {}
     for node in ast.parse(source).body:
         said = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
         if not said:
