@@ -186,7 +186,7 @@ def test_the_command_line_imports_a_checkpoint(tmp_path, tokenizer, capsys):
         main(words)
     assert stop.value.code == 2
     said = capsys.readouterr().err.strip()
-    assert said.endswith("model: expected a new or an empty folder, found something in its place")
+    assert said.endswith(f"expected a folder that is empty or not there yet, found {tmp_path / 'model'}")
 
 
 def test_pictures_are_seen_as_the_ancestors_saw_them(tmp_path, tokenizer):
@@ -309,6 +309,6 @@ def test_wrong_files_meet_one_sentence(tmp_path, tokenizer):
     full = tmp_path / "full"
     full.mkdir()
     (full / "note").write_text("mine", encoding="utf-8")
-    with pytest.raises(ValueError, match="full: expected a new or an empty folder"):
+    with pytest.raises(ValueError, match="output: expected a folder that is empty or not there yet"):
         run(ImportOptions(str(good), str(full), tokenizer))
     assert (full / "note").read_text(encoding="utf-8") == "mine"

@@ -117,3 +117,11 @@ def test_a_model_with_nothing_to_weigh_is_refused(recipe, term, tmp_path):
 def test_a_test_split_is_refused():
     sentence = refusal(lambda: WeighOptions("model", "data", "out", split="test"))
     assert sentence == "split: expected one that is no test split, found 'test'"
+
+
+def test_a_folder_with_something_in_it_is_refused_before_any_work(tmp_path):
+    (tmp_path / "mine.txt").write_text("kept")
+    options = WeighOptions(str(tmp_path / "nowhere"), "scenes", str(tmp_path), read=READ)
+    sentence = refusal(lambda: run(options))
+    assert sentence == f"out: expected a folder that is empty or not there yet, found {tmp_path}"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

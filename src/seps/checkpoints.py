@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from seps.compat import import_state_dict
+from seps.data.records import folder_beside, require_vacant
 from seps.encoders.huggingface import IMAGENET, first_line, special_ids
 from seps.model import SepsConfig, SepsModel, SepsProcessor
 from seps.processor import read_pieces
@@ -64,17 +65,13 @@ class ImportOptions:
 def run(options: ImportOptions) -> int:
     """Import a checkpoint and save the model folder."""
     output = Path(options.output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output}: expected a new or an empty folder, found something in its place")
+    require_vacant("output", output)
     model, processor = import_checkpoint(
         options.checkpoint, options.tokenizer, options.recipe, options.dense_side
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as beside:
-        whole = Path(beside) / "model"
-        model.save_pretrained(whole)
-        processor.save_pretrained(whole)
-        whole.replace(output)
+    with folder_beside(output) as folder:
+        for part in (model, processor):
+            part.save_pretrained(folder)
     logger.info("%s: wrote a model folder with recipe %s", output, model.recipe)
     return 0
 

@@ -6,7 +6,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from seps.model import load, save_small
+from seps.data.records import folder_beside, require_vacant
+from seps.model import SMALL, load, save_small
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,9 @@ class ShrinkOptions:
 def run(options: ShrinkOptions) -> int:
     """`seps shrink`."""
     out = Path(options.out)
-    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
-        raise ValueError(f"out: expected a folder that is empty or not there yet, found {out}")
-    weights = save_small(*load(options.model), out)
-    logger.info("%s: %.1f MB", weights, weights.stat().st_size / 1e6)
+    require_vacant("out", out)
+    model, processor = load(options.model)
+    with folder_beside(out) as folder:
+        size = save_small(model, processor, folder).stat().st_size
+    logger.info("%s: %.1f MB", out / SMALL, size / 1e6)
     return 0

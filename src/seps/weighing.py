@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from seps.data.records import folder_beside, require_vacant
 from seps.evaluation import Corpus, encode, score_all, score_globally
 from seps.features import Features
 from seps.model import SepsModel, load
@@ -68,15 +69,18 @@ class Terms:
 
 def run(options: WeighOptions) -> int:
     """`seps weigh`."""
+    out = Path(options.out)
+    require_vacant("out", out)
     model, processor = load(options.model)
     source = open_source(options.data, options.read, options.split)
     features = None if options.cache is None else Features.open(options.cache, model, processor)
     require_terms(model)
     terms = measure_terms(model, encode(model, processor, source, features))
     weigh(model, terms)
-    for part in (model, processor):
-        part.save_pretrained(options.out)
-    logger.info("%s: %s", Path(options.out), describe(model))
+    with folder_beside(out) as folder:
+        for part in (model, processor):
+            part.save_pretrained(folder)
+    logger.info("%s: %s", out, describe(model))
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -144,3 +145,22 @@ def written_beside(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder_beside(place: Path) -> Iterator[Path]:
+    """A folder to fill that takes the place of an empty or missing one only once it is complete."""
+    place = place.absolute()
+    beside = place.with_name(f".{place.name}.{os.getpid()}.part")
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        beside.replace(place)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def require_vacant(option: str, place: Path) -> None:
+    """Refuse to write a folder over what is already there."""
+    if place.exists() and any(place.iterdir() if place.is_dir() else [place]):
+        raise ValueError(f"{option}: expected a folder that is empty or not there yet, found {place}")
