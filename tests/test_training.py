@@ -317,24 +317,6 @@ def test_the_moving_average_follows_and_is_only_lent():
     assert float(average.weights["weight"]) == pytest.approx(10 / 11)
 
 
-def test_a_snapshot_gives_back_what_it_was_given(tmp_path):
-    tied = torch.arange(3.0)
-    state = {"a": [tied, tied, 1, None, True, "x"], 3: {"half": torch.ones(2, dtype=torch.bfloat16)}, "e": {}}
-    write_snapshot(state, tmp_path / "s")
-    assert same(read_snapshot(tmp_path / "s"), state)
-    assert [path.name for path in tmp_path.iterdir()] == ["s"]
-
-
-def test_a_snapshot_refuses_what_it_cannot_hold_and_what_it_did_not_write(tmp_path):
-    with pytest.raises(ValueError, match="/a: expected tensors and plain values, found object"):
-        write_snapshot({"a": object()}, tmp_path / "s")
-    (tmp_path / "s").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="not a snapshot"):
-        read_snapshot(tmp_path / "s")
-    with pytest.raises(FileNotFoundError, match="no such snapshot"):
-        read_snapshot(tmp_path / "t")
-
-
 def test_curves_are_drawn_from_the_log(tmp_path):
     pytest.importorskip("matplotlib")
     entries = [{"kind": "train", "step": 1, "epoch": 0, "total": 2.0}]

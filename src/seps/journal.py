@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ LOG = "log.jsonl"
 
 
 class Journal:
-    """Appends entries to a run's log; entries behind the step a run resumes from are forgotten."""
+    """Appends entries to a run's log; what lies behind the step and epoch it resumes from is forgotten."""
 
-    def __init__(self, folder: Path, resumed_at: int = 0, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path, step: int = 0, epoch: int = 0, tensorboard: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / LOG
-        _forget_after(self.path, resumed_at)
+        _forget_after(self.path, step, epoch)
         self._file = self.path.open("a", encoding="utf-8")
-        self._board = _open_board(folder, resumed_at) if tensorboard else None
+        self._board = _open_board(folder, step) if tensorboard else None
 
     def write(self, kind: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """One entry: kind "train" or "dev", steps and epochs done, and the figures."""
@@ -92,12 +91,15 @@ def _series(entries: list[dict[str, Any]], name: str) -> tuple[list[int], list[f
     return [entry["step"] for entry in found], [entry[name] for entry in found]
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Keep the entries up to a step: what came after will be done again."""
+def _forget_after(path: Path, step: int, epoch: int) -> None:
+    """Keep the entries up to a step and to the epochs done: what came after will be done again.
+
+    An epoch's measurement is of the same step as its last batch, after which a snapshot may have been taken.
+    """
     if not path.exists():
         return
-    kept = [entry for entry in read_log(path) if entry["step"] <= step] if step else []
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    kept = [each for each in read_log(path) if 0 < each["step"] <= step and each["epoch"] <= epoch]
+    beside = path.with_name(f".{path.name}.part")
     beside.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
     beside.replace(path)
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+LOCK = ".lock"
 _TENSOR = "tensor:"
+BLOCK = 2**20
+"""Bytes of a file that are compared at once."""
 # What may change between the parts of one run: it moves no weight.
 FREE_TO_CHANGE = frozenset(
     {
@@ -32,6 +36,22 @@ FREE_TO_CHANGE = frozenset(
 )
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Refuse a folder in which another process is at work; a killed one's lock falls with it."""
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{folder}: expected a run that is not under way, found another process at work on it"
+            ) from None
+        yield
+
+
 def write_snapshot(state: Any, path: Path) -> None:
     """Nested dicts and lists of tensors and plain values; written beside, synced, then renamed."""
     from safetensors.torch import save_file
@@ -40,7 +60,10 @@ def write_snapshot(state: Any, path: Path) -> None:
     plain = _flatten(state, "", tensors)
     beside = path.with_name(f".{path.name}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
+    beside.touch()
+    mode = beside.stat().st_mode
     save_file(tensors, beside, metadata={"state": json.dumps(plain)})
+    beside.chmod(mode)  # as the user has it for every file, where the format's writer allows no other reader
     _sync(beside)
     beside.replace(path)
     _sync(path.parent)
@@ -61,16 +84,39 @@ def read_snapshot(path: Path, device: torch.device | str = "cpu") -> Any:
 
 
 def replace_folder(place: Path, save: Callable[[Path], None]) -> None:
-    """Let something be saved into a folder beside and swap it in: at every moment one whole folder exists."""
-    beside, before = place.with_name(f".{place.name}.part"), place.with_name(f".{place.name}.before")
-    for leftover in (beside, before):
-        shutil.rmtree(leftover, ignore_errors=True)
+    """Let something be saved into a folder beside, and put it in the place of the folder there.
+
+    Where one file alone differs, as it does between two models of a run, that file's rename decides, and a
+    whole folder stands in its place at every moment. Otherwise two renames do it: `recover_folder` finishes
+    what a kill broke off between them.
+    """
+    recover_folder(place)
+    beside, before = _names_beside(place)
     beside.mkdir(parents=True)
     save(beside)
-    if place.exists():
-        place.rename(before)
-    beside.rename(place)
-    shutil.rmtree(before, ignore_errors=True)
+    for path in (*beside.rglob("*"), beside):
+        _sync(path)
+    changed = _changed(beside, place)
+    if changed is not None and len(changed) <= 1:
+        for name in changed:
+            (beside / name).replace(place / name)
+            _sync((place / name).parent)
+    else:
+        if place.exists():
+            place.rename(before)
+        beside.rename(place)
+        _sync(place.parent)
+    for leftover in (before, beside):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def recover_folder(place: Path) -> None:
+    """Finish or undo what a kill broke off in `replace_folder`."""
+    beside, before = _names_beside(place)
+    if before.exists() and not place.exists():
+        before.rename(place)
+    for leftover in (before, beside):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def require_same(identity: Mapping[str, Any], found: Mapping[str, Any], folder: Path) -> None:
@@ -111,6 +157,29 @@ def _unflatten(plain: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(plain, list):
         return [_unflatten(each, tensors) for each in plain]
     return plain
+
+
+def _names_beside(place: Path) -> tuple[Path, Path]:
+    """Where a folder is written, and where the one it replaces waits."""
+    return place.with_name(f".{place.name}.part"), place.with_name(f".{place.name}.before")
+
+
+def _changed(new: Path, old: Path) -> list[str] | None:
+    """The files in which two folders differ; None where they do not hold the same names."""
+    names, theirs = ({str(path.relative_to(each)) for path in each.rglob("*")} for each in (new, old))
+    if not old.is_dir() or names != theirs:
+        return None
+    files = [name for name in sorted(names) if (new / name).is_file()]
+    return [name for name in files if not _alike(new / name, old / name)]
+
+
+def _alike(first: Path, second: Path) -> bool:
+    """Whether two files hold the same bytes."""
+    with first.open("rb") as one, second.open("rb") as other:
+        while (block := one.read(BLOCK)) == other.read(BLOCK):
+            if not block:
+                return True
+    return False
 
 
 def _sync(path: Path) -> None:

@@ -31,7 +31,14 @@ from seps.optimisation import (
     set_learning_rate,
 )
 from seps.progress import Advance, progress_bar
-from seps.snapshots import read_snapshot, replace_folder, require_same, write_snapshot
+from seps.snapshots import (
+    alone_in,
+    read_snapshot,
+    recover_folder,
+    replace_folder,
+    require_same,
+    write_snapshot,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +81,7 @@ class Task(Protocol[Batch]):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the model as a folder of its own."""
+        """Write the model as a folder of its own; what changes from one time to the next is one file."""
         ...
 
 
@@ -164,8 +171,9 @@ def fit(
     optim = optim or OptimSettings()
     every = dict(identity or {}) | {"run": asdict(settings), "optim": asdict(optim)}
     run = _Run(task, settings, optim, world or World(), every)
-    run.restore()
-    run.train()
+    with alone_in(run.folder) if run.world.main else nullcontext():
+        run.restore()
+        run.train()
     return Outcome(run.folder, run.at.step, run.at.best_epoch, run.at.best, run.at.last)
 
 
@@ -197,8 +205,10 @@ class _Run:
     def restore(self) -> None:
         """Take up the snapshot in the folder, if there is one."""
         path = self.folder / SNAPSHOT
-        if not self.settings.resume and self.world.main:
-            path.unlink(missing_ok=True)
+        if self.world.main:
+            recover_folder(self.folder / BEST)
+            if not self.settings.resume:
+                path.unlink(missing_ok=True)
         wait(self.world)
         if not path.exists():
             return
@@ -235,7 +245,7 @@ class _Run:
         """All epochs that are left."""
         journal = None
         if self.world.main:
-            journal = Journal(self.folder, self.at.step, self.settings.tensorboard)
+            journal = Journal(self.folder, self.at.step, self.at.epoch, self.settings.tensorboard)
         try:
             with progress_bar("training", self.steps, self.at.step, visible=self.world.main) as advance:
                 while self.at.step < self.steps:
