@@ -33,6 +33,7 @@ def test_a_snapshot_refuses_what_it_cannot_hold_and_what_it_did_not_write(tmp_pa
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_who_may_read_a_snapshot_is_for_the_user_to_say(tmp_path, mask, mode):
+    (tmp_path / ".s.part").touch(0o600)  # of a kill
     before = os.umask(mask)
     try:
         write_snapshot({"a": 1}, tmp_path / "s")
@@ -87,9 +88,11 @@ def test_a_swap_that_a_kill_broke_off_is_undone_or_finished(tmp_path, placed):
 
 
 def test_two_processes_do_not_share_a_run(tmp_path):
+    """Nor does a worker, which outlives its killed process for as long as it reads, keep others out."""
     code = (
-        "import sys\nfrom pathlib import Path\nfrom seps.snapshots import alone_in\n"
-        "with alone_in(Path(sys.argv[1])):\n    print('in', flush=True)\n    sys.stdin.read()"
+        "import os, sys\nfrom pathlib import Path\nfrom seps.snapshots import alone_in\n"
+        "with alone_in(Path(sys.argv[1])):\n"
+        "    if os.fork():\n        print('in', flush=True)\n    sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -97,8 +100,9 @@ def test_two_processes_do_not_share_a_run(tmp_path):
         with pytest.raises(ValueError, match=r"run: expected a run that is not under way, found another"):
             alone_in(tmp_path / "run").__enter__()
         other.kill()
-    with alone_in(tmp_path / "run"):
-        pass
+        other.wait()
+        with alone_in(tmp_path / "run"):
+            pass
 
 
 FAULTS = """

@@ -38,14 +38,17 @@ FREE_TO_CHANGE = frozenset(
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Refuse a folder in which another process is at work; a killed one's lock falls with it."""
+    """Refuse a folder in which another process is at work; a killed one's lock falls with it.
+
+    The lock is the process's own: workers that outlive it for some seconds do not hold it.
+    """
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
             raise ValueError(
                 f"{folder}: expected a run that is not under way, found another process at work on it"
             ) from None
@@ -60,6 +63,7 @@ def write_snapshot(state: Any, path: Path) -> None:
     plain = _flatten(state, "", tensors)
     beside = path.with_name(f".{path.name}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
+    beside.unlink(missing_ok=True)
     beside.touch()
     mode = beside.stat().st_mode
     save_file(tensors, beside, metadata={"state": json.dumps(plain)})
