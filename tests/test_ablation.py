@@ -29,6 +29,20 @@ def test_a_grid_becomes_a_table_and_is_done_once(tmp_path, monkeypatch):
         run(other)
 
 
+def test_what_is_done_stays_in_the_table_whatever_is_asked_for_next(tmp_path):
+    """Rows and seeds one at a time: a resumed grid begins its table with all that was done before."""
+    asked = AblateOptions(str(tmp_path), GRID, train=options())
+    tables = []
+    for only, seeds in ((("baseline",), (1,)), (("keep a quarter",), (1,)), ((), (0, 1))):
+        run(replace(asked, only=only, seeds=seeds))
+        tables.append(json.loads((tmp_path / "table.json").read_text()))
+    seeds = [{name: sorted(row) for name, row in each.items()} for each in tables]
+    assert seeds[0] == {"baseline": ["1"]}
+    assert seeds[1] == {"baseline": ["1"], "keep a quarter": ["1"]}
+    assert seeds[2] == {"baseline": ["0", "1"], "keep a quarter": ["0", "1"]}
+    assert tables[2]["baseline"]["1"] == tables[0]["baseline"]["1"]
+
+
 def test_the_study_holds_the_seven_differences_one_at_a_time():
     asked = AblateOptions(seeds=(3,), train=options())
     recipes = {name: recipe_from(training.recipe) for name, _, training in cells(asked)}
@@ -66,6 +80,10 @@ def test_the_table_shows_mean_spread_and_gain():
         ({"grid": {}}, "at least one of each"),
         ({"only": ("nothing",)}, "found 'nothing'"),
         ({"grid": {"x": {"keep": 1}}}, "expected choices out of"),
+        (
+            {"grid": {"a b": {}, "a, b": {}}},
+            "expected names that differ in their letters, found 'a b', 'a, b'",
+        ),
     ],
 )
 def test_a_grid_that_cannot_be_is_refused(changes, what):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from making import refusal
 from seps.data import Scenes, write
 from seps.evaluation import encode, score_all
 from seps.features import Features, FeatureStore, identity, image_key
@@ -362,6 +363,13 @@ def test_images_of_both_splits_are_refused(tmp_path):
     )
     with pytest.raises(ValueError, match=r"expected images that training does not see, found .*train-000000"):
         make_task(options(data={"folder": str(tmp_path)}))
+
+
+def test_a_batch_larger_than_the_split_is_refused_by_name():
+    sentence = refusal(lambda: make_task(options(data={"batch_size": 200})))
+    assert sentence == (
+        "data.batch_size: expected at most the 12 images of split 'train' of scenes, found 200"
+    )
 
 
 def test_scenes_have_their_splits_only():

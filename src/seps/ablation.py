@@ -21,6 +21,9 @@ from seps.snapshots import require_same
 
 logger = logging.getLogger(__name__)
 
+RESULT = "result.json"
+"""What a cell that is done leaves in its folder."""
+
 # The baseline, the presets, and the seven choices in which the paper and its released code differ. The ratio
 # loss has a gradient under gates alone, so that its row has them too and is to be read against theirs.
 STUDY: dict[str, dict[str, Any]] = {
@@ -64,8 +67,14 @@ class AblateOptions:
         unknown = next((name for name in self.only if name not in self.grid), None)
         if unknown is not None:
             raise ValueError(f"only: expected rows of the grid ({', '.join(self.grid)}), found {unknown!r}")
+        folders: dict[str, str] = {}
         for name, choices in self.grid.items():
             cell_options(self, name, choices, self.seeds[0])
+            other = folders.setdefault(_slug(name), name)
+            if other != name:
+                raise ValueError(
+                    f"grid: expected names that differ in their letters, found {other!r}, {name!r}"
+                )
 
 
 def cell_options(options: AblateOptions, name: str, choices: Mapping[str, Any], seed: int) -> TrainOptions:
@@ -116,38 +125,53 @@ def cells(options: AblateOptions) -> Iterator[tuple[str, int, TrainOptions]]:
 def run(options: AblateOptions) -> int:
     """`seps ablate`."""
     world = World(device=choose_device(options.train.device))
-    results: dict[str, dict[int, dict[str, float]]] = {}
+    results = finished(options)
     every = list(cells(options))
     with progress_bar("cells", len(every)) as advance:
         for name, seed, training in every:
-            results.setdefault(name, {})[seed] = do_cell(training, world)
+            if seed not in results[name]:
+                results[name][seed] = do_cell(training, world)
             advance(note=name)
             write_table(results, options)
     logger.info("%s", (Path(options.out) / "table.md").read_text(encoding="utf-8"))
     return 0
 
 
+def finished(options: AblateOptions) -> dict[str, dict[int, dict[str, float]]]:
+    """The figures of all cells of the grid that are done, whatever rows and seeds are asked for now."""
+    results: dict[str, dict[int, dict[str, float]]] = {name: {} for name in options.grid}
+    for name, choices in options.grid.items():
+        for file in sorted((Path(options.out) / "runs").glob(f"{_slug(name)}-seed*/{RESULT}")):
+            seed = file.parent.name.removeprefix(f"{_slug(name)}-seed")
+            if seed.isdigit():
+                training = cell_options(options, name, choices, int(seed))
+                found = json.loads(file.read_text(encoding="utf-8"))
+                require_same(plain(training), found["options"], file.parent)
+                results[name][int(seed)] = dict(found["figures"])
+    return {name: dict(sorted(seeds.items())) for name, seeds in results.items()}
+
+
 def do_cell(training: TrainOptions, world: World) -> dict[str, float]:
-    """The dev figures of a cell's best epoch, from its file if it is done."""
-    done = Path(training.run.folder) / "result.json"
-    plain = json.loads(json.dumps(asdict(training)))
-    if done.is_file():
-        found = json.loads(done.read_text(encoding="utf-8"))
-        require_same(plain, found["options"], done.parent)
-        return dict(found["figures"])
+    """The dev figures of a cell's best epoch, and the file that says that it is done."""
     outcome = train(training, world)
     figures = dict(outcome.best) | {"steps": float(outcome.steps)}
-    with written_beside(done) as file:
-        json.dump({"options": plain, "figures": figures}, file, indent=1)
+    with written_beside(Path(training.run.folder) / RESULT) as file:
+        json.dump({"options": plain(training), "figures": figures}, file, indent=1)
     return figures
+
+
+def plain(training: TrainOptions) -> Any:
+    """Options as they come back from a file."""
+    return json.loads(json.dumps(asdict(training)))
 
 
 def write_table(results: Mapping[str, Mapping[int, Mapping[str, float]]], options: AblateOptions) -> None:
     """The table so far, as Markdown and as JSON."""
+    results = {name: seeds for name, seeds in results.items() if seeds}
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     with written_beside(out / "table.json") as file:
-        json.dump({name: dict(each) for name, each in results.items()}, file, indent=1)
+        json.dump(results, file, indent=1)
     with written_beside(out / "table.md") as file:
         file.write(table(results, options))
 
@@ -157,19 +181,19 @@ def table(results: Mapping[str, Mapping[int, Mapping[str, float]]], options: Abl
     shared = options.train
     head = [
         f"Dev split {shared.data.dev!r} of {shared.data.folder}, best epoch of equally many steps, "
-        f"{len(options.seeds)} seeds (mean ± standard deviation), loss {shared.objective.loss}.",
+        f"mean ± standard deviation over the seeds, loss {shared.objective.loss}.",
         "",
-        f"| | dense side | steps | {COLUMN_NAMES} | to the first |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| | dense side | seeds | steps | {COLUMN_NAMES} | to the first |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     first = _mean(next(iter(results.values())).values(), "rsum")
     rows = []
     for name, seeds in results.items():
         figures = list(seeds.values())
         cells_ = [_cell(figures, column) for column in COLUMNS]
-        steps = f"{_mean(figures, 'steps'):.0f}"
+        budget = f"{_side(options, name)} | {len(seeds)} | {_mean(figures, 'steps'):.0f}"
         gain = f"{_mean(figures, 'rsum') - first:+.1f}"
-        rows.append(f"| {name} | {_side(options, name)} | {steps} | {' | '.join(cells_)} | {gain} |")
+        rows.append(f"| {name} | {budget} | {' | '.join(cells_)} | {gain} |")
     return "\n".join([*head, *rows]) + "\n"
 
 

@@ -67,6 +67,11 @@ class RetrievalTask:
                 f"data.batch_size: expected a multiple of the {self.world.size} processes, "
                 f"found {options.data.batch_size}"
             )
+        if options.data.batch_size > len(train):
+            raise ValueError(
+                f"data.batch_size: expected at most the {len(train)} images of split {options.data.train!r} "
+                f"of {', '.join((options.data.folder, *options.data.also))}, found {options.data.batch_size}"
+            )
         self.sampler = EpochSampler(
             caption_counts(train),
             options.data.batch_size // self.world.size,
