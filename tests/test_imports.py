@@ -23,6 +23,7 @@ ORDER = [
     "head",
     "modalities",
     "data",
+    "naming",
     "encoders",
     "processor",
     "eightbit",

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedTokenizerFast
 
+from making import refusal
+from seps.encoders import build_text_encoder
 from seps.losses import hinge
 from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load, located, save_small
+from seps.naming import NOWHERE
+from seps.processor import read_pieces
 from seps.recipe import PRESETS, paper
 from seps.tokens import Tokens
 from test_encoders import SMALL, VISION
@@ -358,6 +363,24 @@ def test_a_folder_that_is_not_there_is_no_hub_name(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="runs/best: expected a model folder, found none"):
         located("runs/best")
     assert located("someone/model") == "someone/model"
+    sentence = refusal(lambda: located("nosuch"))
+    assert sentence == (
+        "nosuch: expected a model folder, seps-mini or a hub name (owner/name), "
+        f"found no such folder in {Path.cwd()}"
+    )
+
+
+def test_a_name_that_nothing_answers_to_sends_nobody_to_the_hub():
+    sentence = refusal(lambda: load("someone/nosuch"))
+    assert sentence == (
+        "someone/nosuch: expected a folder or hub name with a config.json and safetensors weights of a seps "
+        f"model ({NOWHERE})"
+    )
+    for build in (
+        lambda: read_pieces("someone/nosuch"),
+        lambda: build_text_encoder({"kind": "huggingface", "name": "someone/nosuch"}, 8),
+    ):
+        assert refusal(build).endswith(f"found 'someone/nosuch' ({NOWHERE})")
 
 
 def test_weights_can_be_read_by_whoever_reads_the_configuration(tmp_path):

@@ -22,6 +22,7 @@ from seps.chat import ChatServer, Unanswered
 from seps.data.images import open_image
 from seps.data.layouts import read, recognise
 from seps.data.records import Broken, Problems, written_beside
+from seps.naming import reason
 from seps.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -292,9 +293,9 @@ class LocalModel:
             half = torch.bfloat16 if self.device.type == "cuda" else torch.float32
             self.model: Any = AutoModelForImageTextToText.from_pretrained(name, dtype=half)
         except (OSError, ValueError) as error:
-            reason = str(error).strip().split("\n", maxsplit=1)[0]
             raise ValueError(
-                f"model: expected an image-text-to-text model of transformers, found {name!r} ({reason})"
+                f"model: expected an image-text-to-text model of transformers, found {name!r} "
+                f"({reason(error)})"
             ) from None
         torch.nn.Module.to(self.model, self.device).eval()
         self.text = self._ask()

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from seps.compat import import_state_dict
 from seps.data.records import folder_beside, require_vacant
-from seps.encoders.huggingface import IMAGENET, first_line, special_ids
+from seps.encoders.huggingface import IMAGENET, special_ids
 from seps.model import SepsConfig, SepsModel, SepsProcessor
+from seps.naming import reason
 from seps.processor import read_pieces
 from seps.recipe import PRESETS, Recipe, Side
 
@@ -131,7 +132,7 @@ def read_checkpoint(path: str | Path) -> tuple[State, dict[str, Any]]:
     except (pickle.UnpicklingError, EOFError, RuntimeError, OSError, KeyError, ValueError) as error:
         raise ValueError(
             f"{path}: expected a checkpoint of tensors and an argparse namespace, found what cannot be read "
-            f"safely ({first_line(error)})"
+            f"safely ({reason(error)})"
         ) from error
     state = content.get("model") if isinstance(content, dict) else None
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
@@ -196,9 +197,9 @@ def place(path: str | Path, part: str, module: torch.nn.Module, weights: State) 
     try:
         module.load_state_dict(weights, strict=True)
     except RuntimeError as error:
-        reason = "; ".join(line.strip() for line in str(error).splitlines()[1:]) or first_line(error)
+        misfits = "; ".join(line.strip() for line in str(error).splitlines()[1:]) or reason(error)
         raise ValueError(
-            f"{path}: expected weights of {part.rstrip('.')} that fit, found {reason}"
+            f"{path}: expected weights of {part.rstrip('.')} that fit, found {misfits}"
         ) from error
 
 

@@ -23,6 +23,7 @@ from seps.eightbit import fill_shrunk, write_shrunk
 from seps.encoders import build_image_encoder, build_text_encoder
 from seps.global_term import GlobalTerm
 from seps.head import SlimHead
+from seps.naming import reason
 from seps.pairwise.prepared import full_precision
 from seps.processor import PieceTokenizer, SepsProcessor, read_pieces
 from seps.recipe import Recipe
@@ -204,7 +205,7 @@ class SepsModel(PreTrainedModel):
         except (OSError, RuntimeError, SafetensorError) as error:
             raise ValueError(
                 f"{name}: expected a folder or hub name with a config.json and safetensors weights of a "
-                f"seps model ({str(error).strip().splitlines()[0].rstrip('.')})"
+                f"seps model ({reason(error)})"
             ) from error
         model, found = read
         refuse_misfits(name, found | {"missing_keys": set(found["missing_keys"]) - model.packaged()})
@@ -319,6 +320,11 @@ def located(name: str | PathLike[str]) -> str | Path:
     beside_others = len(folder.parts) > 1 and folder.parent.is_dir()
     if beside_others or Path(name).is_absolute() or str(name).startswith((".", "~")) or len(folder.parts) > 2:
         raise ValueError(f"{name}: expected a model folder, found none")
+    if len(folder.parts) < 2:
+        raise ValueError(
+            f"{name}: expected a model folder, {DEFAULT} or a hub name (owner/name), "
+            f"found no such folder in {Path.cwd()}"
+        )
     return str(name)
 
 

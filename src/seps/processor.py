@@ -17,6 +17,7 @@ from transformers.utils.hub import PushToHubMixin, cached_file
 
 from seps.data.images import View, evaluate_image, to_rgb
 from seps.data.text import MOST_WORDS, Encoded, WordTokenizer, cap_words, pad_rows
+from seps.naming import reason
 
 SETTINGS = "processor_config.json"
 VOCABULARY = "vocabulary.json"
@@ -171,7 +172,7 @@ def read_pieces(name: str, subfolder: str = "", **hub: Any) -> PieceTokenizer:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"tokenizer: expected a folder or hub name with a fast tokenizer, found {name!r} "
-            f"({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
+            f"({reason(error)})"
         ) from error
 
 

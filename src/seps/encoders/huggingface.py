@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from seps.data.images import View
+from seps.naming import reason
 from seps.tokens import Tokens
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -216,7 +217,7 @@ def read_config(place: str, name: str | None, config: Mapping[str, Any] | None) 
         except Exception as error:
             raise ValueError(
                 f"{place}.config: expected a configuration of transformers, found model_type "
-                f"{model_type!r} ({first_line(error)})"
+                f"{model_type!r} ({reason(error)})"
             ) from error
     if name is None:
         raise ValueError(f"{place}: expected a 'name' (hub name or folder) or a 'config', found neither")
@@ -344,11 +345,5 @@ def plain(settings: Any) -> dict[str, Any]:
 def unreadable(place: str, name: str, what: str, error: Exception) -> ValueError:
     """One sentence for everything that can go wrong on the way to a folder or the hub."""
     return ValueError(
-        f"{place}: expected a folder or hub name with a readable {what}, found {name!r} ({first_line(error)})"
+        f"{place}: expected a folder or hub name with a readable {what}, found {name!r} ({reason(error)})"
     )
-
-
-def first_line(error: Exception) -> str:
-    """The start of a long message."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip().rstrip(".") if lines else type(error).__name__
