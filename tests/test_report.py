@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from making import refusal
 from seps.data import Scenes, write
 from seps.evaluation import (
     chance_rsum,
@@ -211,6 +212,7 @@ def test_broken_images_are_counted_in_the_report(saved, tmp_path):
     folder, _, _ = saved
     write(tmp_path / "data", {"test": 6}, size=32)
     (tmp_path / "data" / "images" / "test-000002.png").write_bytes(b"broken")
+    (tmp_path / "data" / "images" / "test-000004.png").unlink()
     asked = EvalOptions(
         str(folder),
         str(tmp_path / "data"),
@@ -218,12 +220,18 @@ def test_broken_images_are_counted_in_the_report(saved, tmp_path):
         read=ReadOptions(broken="skip"),
         device="cpu",
     )
-    with pytest.raises(ValueError, match=r"captions\.jsonl:3: .*not a readable image"):
+    with pytest.raises(ValueError, match=r"captions\.jsonl:5: .* is missing"):
         run(replace(asked, read=ReadOptions()))
     assert run(asked) == 0
     found = json.loads((tmp_path / "o" / "report.json").read_text())
-    assert (found["images"], len(found["skipped"])) == (5, 1)
-    assert "1 broken items" in (tmp_path / "o" / "report.md").read_text()
+    assert (found["images"], len(found["skipped"])) == (4, 2)
+    assert "Broken items left out: 2." in (tmp_path / "o" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "value"), [("batch_size", 0), ("folds", 0), ("workers", -1)])
+def test_options_refuse_what_measures_nothing(name, value):
+    sentence = refusal(lambda: EvalOptions("model", "data", **{name: value}))
+    assert sentence == f"{name}: expected at least {0 if name == 'workers' else 1}, found {value}"
 
 
 def test_the_hardest_queries_come_first():

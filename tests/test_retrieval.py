@@ -345,6 +345,10 @@ def test_a_recipe_is_a_preset_with_changes():
         ({"batch_size": 1}, "data.batch_size"),
         ({"micro_batch": 0}, "data.micro_batch"),
         ({"patch_dropout": 1.0}, "data.patch_dropout"),
+        ({"workers": -1}, "data.workers: expected at least 0, found -1"),
+        ({"least_crop": 3}, "data.least_crop: expected above 0 and at most 1, found 3"),
+        ({"dev_limit": 0}, "data.dev_limit: expected at least 1, found 0"),
+        ({"limit": 0}, "limit: expected at least 1, found 0"),
     ],
 )
 def test_data_options_refuse_what_makes_no_training(changes, what):
@@ -363,6 +367,17 @@ def test_images_of_both_splits_are_refused(tmp_path):
     )
     with pytest.raises(ValueError, match=r"expected images that training does not see, found .*train-000000"):
         make_task(options(data={"folder": str(tmp_path)}))
+
+
+def test_a_run_that_met_a_broken_picture_goes_on_without_it(tmp_path):
+    write(tmp_path / "data", {"train": 8, "dev": 3}, size=32)
+    (tmp_path / "data" / "images" / "dev-000001.png").write_bytes(b"broken")
+    asked = options(tmp_path / "run", data={"folder": str(tmp_path / "data")}, run={"checkpoint_steps": 1})
+    with pytest.raises(ValueError, match=r"captions\.jsonl:10: .*dev-000001\.png: not a readable image"):
+        train(asked)
+    outcome = train(replace(asked, data=replace(asked.data, broken="skip")))
+    assert outcome.steps == 2
+    assert load(outcome.model)
 
 
 def test_a_batch_larger_than_the_split_is_refused_by_name():

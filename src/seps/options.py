@@ -86,6 +86,7 @@ class DataOptions(ReadOptions):
     """Share of the patches of kept features that training leaves out."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if "test" in self.dev.lower():
             raise ValueError(f"data.dev: expected a split that is no test split, found {self.dev!r}")
         if self.dev == self.train:
@@ -94,6 +95,12 @@ class DataOptions(ReadOptions):
             raise ValueError(f"data.batch_size: expected at least 2, found {self.batch_size}")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"data.micro_batch: expected at least 1, found {self.micro_batch}")
+        if self.dev_limit is not None and self.dev_limit < 1:
+            raise ValueError(f"data.dev_limit: expected at least 1, found {self.dev_limit}")
+        if self.workers < 0:
+            raise ValueError(f"data.workers: expected at least 0, found {self.workers}")
+        if not 0 < self.least_crop <= 1:
+            raise ValueError(f"data.least_crop: expected above 0 and at most 1, found {self.least_crop}")
         for name in ("patch_dropout", "word_noise"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"data.{name}: expected 0 to below 1, found {getattr(self, name)}")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seps.data.records import Problems, Record, Source, written_beside
+from seps.data.records import Collection, Problems, Record, Source, written_beside
 from seps.distributed import choose_device
 from seps.evaluation import (
     chance_rsum,
@@ -76,6 +76,12 @@ class EvalOptions:
     """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
     read: ReadOptions = field(default_factory=ReadOptions)
     """How the data is read."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("folds", 1), ("workers", 0), ("examples", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}: expected at least {least}, found {value}")
 
 
 @dataclass(frozen=True)
@@ -181,8 +187,9 @@ def _measure(options: EvalOptions, source: Source) -> tuple[Scores, dict[str, An
     truths = truths_of(source, corpus.indices, options.data)
     if truths is not None:
         extra["grounding"] = measure_grounding(model, processor, corpus, truths).figures()
-    if corpus.problems:
-        extra["skipped"] = [str(problem) for problem in corpus.problems]
+    skipped = [*(source.problems if isinstance(source, Collection) else ()), *corpus.problems]
+    if skipped:
+        extra["skipped"] = [str(problem) for problem in skipped]
     extra["parameters"] = _count(model)
     return Scores(values, corpus.owners, names, side, origin), extra, list(corpus.indices)
 
@@ -243,7 +250,7 @@ def markdown(found: Mapping[str, Any]) -> str:
             f"| {ground['pointing']:.1f} | {ground['pointing_chance']:.1f} |",
         ]
     if "skipped" in found:
-        lines += ["", f"{len(found['skipped'])} broken items were left out."]
+        lines += ["", f"Broken items left out: {len(found['skipped'])}."]
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,7 @@ LOCK = ".lock"
 _TENSOR = "tensor:"
 BLOCK = 2**20
 """Bytes of a file that are compared at once."""
-# What may change between the parts of one run: it moves no weight.
+# What may change between the parts of one run: it moves no weight, nor does "broken" where none was met.
 FREE_TO_CHANGE = frozenset(
     {
         "folder",
@@ -32,6 +32,7 @@ FREE_TO_CHANGE = frozenset(
         "resume",
         "device",
         "data.workers",
+        "data.broken",
     }
 )
 

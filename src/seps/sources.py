@@ -11,7 +11,7 @@ from PIL import Image
 from seps.data.layouts import SAME_SPLIT, read
 from seps.data.loader import Held
 from seps.data.records import Broken, Record, Source
-from seps.data.scenes import Scenes, Truth, read_truth
+from seps.data.scenes import SMALLEST, Scenes, Truth, read_truth
 
 SCENES = "scenes"
 """The name of the built-in data where a folder is expected."""
@@ -32,6 +32,11 @@ class SceneOptions:
     size: int = 128
     """Side in pixels."""
 
+    def __post_init__(self) -> None:
+        for name, least in (("train", 1), ("dev", 1), ("test", 1), ("seed", 0), ("size", SMALLEST)):
+            if getattr(self, name) < least:
+                raise ValueError(f"scenes.{name}: expected at least {least}, found {getattr(self, name)}")
+
 
 @dataclass(frozen=True)
 class ReadOptions:
@@ -50,11 +55,22 @@ class ReadOptions:
     scenes: SceneOptions = field(default_factory=SceneOptions)
     """What "scenes" draws."""
 
+    def __post_init__(self) -> None:
+        for name in ("limit", "captions_per_image"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
+
 
 def open_source(folder: str, options: ReadOptions, split: str, limit: int | None = None) -> Source:
     """The records of a split of a data folder in any known layout, or of the built-in "scenes"."""
     most = options.limit if limit is None else limit
     if folder == SCENES:
+        for name in ("dense", "images", "captions_per_image"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"{name}: expected none, since scenes are drawn with their texts, "
+                    f"found {getattr(options, name)!r}"
+                )
         split = SAME_SPLIT.get(split, split)
         counts = {"train": options.scenes.train, "dev": options.scenes.dev, "test": options.scenes.test}
         if split not in counts:

@@ -233,7 +233,7 @@ def test_an_id_without_image_is_refused_or_skipped(lines: Path) -> None:
 def test_too_few_descriptions_are_refused_or_leave_the_last_images_bare(lines: Path) -> None:
     _jsonl(lines / "f30k_test.jsonl", [{"text": "dense of seven"}])
     with pytest.raises(
-        ValueError, match=r"f30k_test\.jsonl:2: 1 descriptions for 2 images, the last 1 have none"
+        ValueError, match=r"f30k_test\.jsonl:2: 1 descriptions for 2 images, expected one line an image"
     ):
         read(lines, "test")
     assert [record.dense for record in read(lines, "test", broken="skip")] == ["dense of seven", None]

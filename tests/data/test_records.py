@@ -1,9 +1,9 @@
-"""What is written beside: a folder that is complete or not there at all."""
+"""What is broken is counted; what is written beside is complete or not there at all."""
 
 import pytest
 
 from making import refusal
-from seps.data.records import folder_beside, require_vacant
+from seps.data.records import Problems, folder_beside, require_vacant
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -37,3 +37,13 @@ def test_only_what_is_empty_or_missing_is_vacant(tmp_path):
     for place in (file, tmp_path):
         sentence = f"out: expected a folder that is empty or not there yet, found {place}"
         assert refusal(lambda place=place: require_vacant("out", place)) == sentence
+
+
+def test_a_summary_names_the_first_and_counts_the_rest():
+    problems = Problems("skip")
+    assert problems.summary() == "nothing was skipped"
+    for number in range(7):
+        problems.meet(f"f:{number}", "broken")
+    assert (
+        problems.summary() == "7 skipped: " + "; ".join(f"f:{n}: broken" for n in range(5)) + "; and 2 more"
+    )

@@ -345,7 +345,7 @@ def _dense_of_split(inner: Path, stem: str, images: int, problems: Problems) -> 
     if len(texts) > images:
         raise ValueError(f"{file}: {len(texts)} descriptions for {images} images, expected one line an image")
     if len(texts) < images:
-        what = f"{len(texts)} descriptions for {images} images, the last {images - len(texts)} have none"
+        what = f"{len(texts)} descriptions for {images} images, expected one line an image"
         problems.meet(f"{file}:{len(texts) + 1}", what)
     return texts + [None] * (images - len(texts))
 

@@ -20,6 +20,8 @@ from seps.data.images import open_image
 logger = logging.getLogger(__name__)
 
 Broken = Literal["refuse", "skip"]
+SHOWN = 5
+"""Skipped items that a summary names."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,12 @@ class Problems:
         return bool(self.items)
 
     def summary(self) -> str:
-        """One line for the end of a run: how many items were skipped, and which."""
+        """One line for the end of a run: how many items were skipped, and the first of them."""
         if not self.items:
             return "nothing was skipped"
-        return f"{len(self.items)} skipped: " + "; ".join(str(item) for item in self.items)
+        first = "; ".join(str(item) for item in self.items[:SHOWN])
+        more = len(self.items) - SHOWN
+        return f"{len(self.items)} skipped: {first}" + (f"; and {more} more" if more > 0 else "")
 
 
 class Source(Protocol):

@@ -19,6 +19,8 @@ from seps.data.records import Problems, Record, written_beside
 from seps.data.things import Change, Scene, Twin, compose, twin
 from seps.data.wording import Mention, Sentence
 
+SMALLEST = 16
+"""Pixels a side of the smallest scene."""
 FIRST_INDEX = {"train": 0, "dev": 1_000_000, "test": 2_000_000}
 """Every split draws from its own stretch of a seed's scenes: none shares a scene with another."""
 
@@ -61,8 +63,8 @@ class Scenes:
             raise ValueError(f"scenes have the splits {', '.join(FIRST_INDEX)}, not {self.split!r}")
         if not 1 <= self.count <= FIRST_INDEX["dev"]:
             raise ValueError(f"count must lie in 1 to {FIRST_INDEX['dev']}, not {self.count}")
-        if self.size < 16:
-            raise ValueError(f"a scene needs at least 16 pixels a side, not {self.size}")
+        if self.size < SMALLEST:
+            raise ValueError(f"a scene needs at least {SMALLEST} pixels a side, not {self.size}")
         compose(self.seed, 0, self.least, self.most)
 
     def __len__(self) -> int:
