@@ -111,6 +111,7 @@ def test_print_config_writes_what_can_be_read_again(capsys, tmp_path):
         (["try", "here", "--outer=1"], "options: expected one of place, inner, kind, most, found 'outer'"),
         (["try", "here", "there"], "unrecognized arguments: there"),
         (["try", "here", "--most", "many"], "most: expected int, found many"),
+        (["try", "here", "--inner.steps", "7"], "inner.steps: expected a list such as [7], found 7"),
         (["try", "here", "--inner.rate", "fast"], "inner.rate: expected float, found fast"),
         (["try", "here", "--inner.rate", "-1"], "inner.rate: expected at least 0, found -1.0"),
         (["nothing"], "there is no command 'nothing'; expected one of train"),

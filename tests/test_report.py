@@ -161,6 +161,8 @@ def test_saved_scores_are_measured_again_and_in_ensembles(saved, tmp_path):
     parts = [Scores.read(tmp_path / name / SCORES) for name in "ab"]
     mean = (parts[0].values + parts[1].values) / 2
     assert both["retrieval"]["rsum"] == pytest.approx(measure_retrieval(mean, parts[0].owners).rsum)
+    report = (tmp_path / "d" / "report.md").read_text()
+    assert f"Scores are the mean of 2 matrices: {folder} (alignment), {folder} (alignment)." in report
     _, globally = evaluate(folder, tmp_path, out="e", scored="global")
     assert globally["dense_side"] == "none"
 
@@ -232,6 +234,25 @@ def test_broken_images_are_counted_in_the_report(saved, tmp_path):
 def test_options_refuse_what_measures_nothing(name, value):
     sentence = refusal(lambda: EvalOptions("model", "data", **{name: value}))
     assert sentence == f"{name}: expected at least {0 if name == 'workers' else 1}, found {value}"
+
+
+def test_a_mistake_is_met_before_the_work_and_leaves_nothing(saved, tmp_path):
+    folder, _, _ = saved
+    asked = EvalOptions(str(folder), "scenes", out=str(tmp_path / "o"), read=READ, device="cpu")
+    with pytest.raises(FileNotFoundError, match="no such score matrix"):
+        run(replace(asked, ensemble=(str(tmp_path / "nowhere.npz"),)))
+    assert "found no such folder" in refusal(lambda: run(replace(asked, model="nosuch")))
+    assert not (tmp_path / "o").exists()
+
+
+def test_scores_of_other_texts_are_refused(tmp_path):
+    write(tmp_path / "data", {"test": 2}, size=32)
+    names = tuple(f"images/test-{number:06d}.png" for number in range(2))
+    made([[1.0, 0.0], [0.0, 1.0]], [0, 1], names).save(tmp_path / "s.npz")
+    asked = EvalOptions(str(tmp_path / "s.npz"), str(tmp_path / "data"), out=str(tmp_path / "o"))
+    sentence = refusal(lambda: run(asked))
+    assert sentence.startswith(f"{tmp_path / 's.npz'}: expected scores of the 10 texts of these images")
+    assert sentence.endswith("found scores of 2")
 
 
 def test_the_hardest_queries_come_first():

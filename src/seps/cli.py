@@ -271,6 +271,9 @@ def _plain(text: str, kind: type) -> str:
     text = re.sub(r"^Unexpected config: ", "config: expected options by name, found ", text)
     text = re.sub(r"<class '(\w+)'>", r"\1", text)
     text = re.sub(r"typing\.Literal\[(.+?)\]", r"one of \1", text)
+    text = re.sub(
+        r": Expected a .*tuple.*?\. Got value: (.+)", r": expected a list such as [\1], found \1", text
+    )
     text = ALTERNATIVES.sub(r": expected \1, found \2", text)
     return text.replace(": Expected a ", ": expected ").replace(". Got value: ", ", found ")
 

@@ -26,7 +26,7 @@ from seps.evaluation import (
 )
 from seps.features import Features
 from seps.metrics import measure_folds, measure_retrieval, rank_queries
-from seps.model import SepsModel, load
+from seps.model import SepsModel, SepsProcessor, load
 from seps.objective import Scored
 from seps.recipe import Side
 from seps.report_page import write_page
@@ -115,8 +115,10 @@ class Scores:
                 about = json.loads(str(found["about"]))
                 values, owners = torch.from_numpy(found["scores"]), torch.from_numpy(found["owners"])
                 return cls(values, owners, tuple(about["names"]), about["side"], about["origin"])
-        except (ValueError, KeyError, OSError, EOFError) as error:
-            raise ValueError(f"{path}: expected scores that `seps eval` saved ({error})") from None
+        except (ValueError, KeyError, OSError, EOFError):
+            raise ValueError(
+                f"{path}: expected scores that `seps eval` saved, found something else"
+            ) from None
 
 
 def combine(parts: Sequence[Scores]) -> Scores:
@@ -139,14 +141,15 @@ def combine(parts: Sequence[Scores]) -> Scores:
 def run(options: EvalOptions) -> int:
     """`seps eval`."""
     out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
     source = open_source(options.data, options.read, options.split)
+    others = [Scores.read(Path(path)) for path in options.ensemble]
     if options.model.endswith(".npz"):
         scores, extra, indices = _recall(options, source)
     else:
-        scores, extra, indices = _measure(options, source)
+        scores, extra, indices = _measure(options, source, *load(options.model))
         scores.save(out / SCORES)
-    scores = combine([scores, *(Scores.read(Path(path)) for path in options.ensemble)])
+    scores = combine([scores, *others])
+    out.mkdir(parents=True, exist_ok=True)
     found = summarise(scores, options) | extra
     write_ranks(scores, [source[index] for index in indices], out / "ranks.jsonl")
     _write(out / "report.json", json.dumps(found, indent=2) + "\n")
@@ -164,12 +167,21 @@ def _recall(options: EvalOptions, source: Source) -> tuple[Scores, dict[str, Any
     missing = next((name for name in scores.names if name not in by_name), None)
     if missing is not None:
         raise ValueError(f"{options.model}: expected scores of images in {options.data}, found {missing!r}")
-    return scores, {}, [by_name[name] for name in scores.names]
+    indices = [by_name[name] for name in scores.names]
+    texts = sum(len(source[index].captions) for index in indices)
+    if texts != len(scores.owners):
+        raise ValueError(
+            f"{options.model}: expected scores of the {texts} texts of these images in {options.data}, "
+            f"found scores of {len(scores.owners)}"
+        )
+    return scores, {}, indices
 
 
-def _measure(options: EvalOptions, source: Source) -> tuple[Scores, dict[str, Any], list[int]]:
+def _measure(
+    options: EvalOptions, source: Source, model: SepsModel, processor: SepsProcessor
+) -> tuple[Scores, dict[str, Any], list[int]]:
     """A model's scores, what only the model can tell, and the places of the images that could be read."""
-    model, processor = load(options.model)
+    Path(options.out).mkdir(parents=True, exist_ok=True)  # or refused before the work
     if options.dense_side is not None:
         model = on_side(model, options.dense_side)
     torch.nn.Module.to(model, choose_device(options.device))
@@ -228,6 +240,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         f"# {found['model']} on {found['data']}, split {found['split']}",
         "",
         f"{found['images']:,} images, {found['texts']:,} texts; {SIDES.get(side, f'dense text: {side}')}.",
+        *_members(found["origin"].get("ensemble", ())),
         "",
         "| | i2t R@1 | R@5 | R@10 | median | t2i R@1 | R@5 | R@10 | median | rSum |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -252,6 +265,14 @@ def markdown(found: Mapping[str, Any]) -> str:
     if "skipped" in found:
         lines += ["", f"Broken items left out: {len(found['skipped'])}."]
     return "\n".join(lines) + "\n"
+
+
+def _members(origins: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whose scores an ensemble is the mean of."""
+    if not origins:
+        return []
+    names = ", ".join(f"{origin.get('model')} ({origin.get('scored')})" for origin in origins)
+    return ["", f"Scores are the mean of {len(origins)} matrices: {names}."]
 
 
 def _row(name: str, figures: Mapping[str, float]) -> str:

@@ -25,7 +25,8 @@ STYLE = """
 }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
   color: var(--ink); background: var(--paper) }
-table { border-collapse: collapse; margin: 1rem 0 }
+h1 { overflow-wrap: anywhere }
+table { border-collapse: collapse; margin: 1rem 0; display: block; max-width: 100%; overflow-x: auto }
 td, th { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--line) }
 td:first-child, th:first-child { text-align: left }
 .query { display: flex; flex-wrap: wrap; gap: 1rem; padding: .8rem 0; border-bottom: 1px solid var(--line) }
