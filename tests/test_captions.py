@@ -142,16 +142,53 @@ def test_what_was_described_is_not_described_again(pictures, tmp_path, monkeypat
     assert sorted(line["text"] for line in lines(out)) == ["fine"] * 2 + ["later"] * 3
 
 
-def test_a_refused_key_ends_the_run_at_once(pictures, tmp_path):
-    refusal = (401, {}, {"error": {"message": "wrong key"}})
+def test_a_refused_key_ends_the_run_at_once_and_is_not_repeated(pictures, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    refusal = (401, {}, {"error": {"message": "wrong key sk-secret"}})
     with serving(lambda *_: refusal) as (address, seen):
-        with pytest.raises(ValueError, match="refuses the request: 401 wrong key"):
+        with pytest.raises(ValueError, match=r"refuses the request: 401 wrong key \(key\)$"):
             run(
                 CaptionOptions(
                     str(pictures), str(tmp_path / "o.jsonl"), server=address, model="m", concurrency=1
                 )
             )
         assert len(seen) <= 2
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_server_that_answers_nobody_is_not_asked_for_ever(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("seps.captions.PATIENCE", 3)
+    for number in range(40):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{number:02}.png")
+    with serving(lambda *_: (503, {}, {"error": "down"})) as (address, seen):
+        asked = CaptionOptions(
+            str(tmp_path), str(tmp_path / "o.jsonl"), server=address, model="m", retries=0, concurrency=2
+        )
+        assert run(asked) == 1
+    assert 3 <= len(seen) <= 8
+    assert "40 of 40 images have no description yet" in caplog.text
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_what_went_wrong_is_said_in_words():
+    with serving(lambda *_: (200, {}, b"<html>")) as (address, _):
+        server = ChatServer(address, retries=0)
+        with pytest.raises(Unanswered, match="^the answer is no JSON, after 1 tries"):
+            server.ask("m", PROMPT, Image.new("RGB", (4, 4)), {})
+    with pytest.raises(Unanswered, match="^Connection refused, after 1 tries"):
+        server.ask("m", PROMPT, Image.new("RGB", (4, 4)), {})
+
+
+@pytest.mark.parametrize(("asked", "waited"), [("90", 90), ("9000", 600), ("soon", 60)])
+def test_a_server_is_given_the_time_it_asks_for(asked, waited, monkeypatch):
+    monkeypatch.setattr("seps.chat.random.uniform", lambda *_: 1)
+    with serving(lambda *_: (429, {"Retry-After": asked}, {})) as (address, _):
+        server = ChatServer(address, retries=1, first_pause=1000)
+        spans = []
+        monkeypatch.setattr(server._closed, "wait", spans.append)
+        with pytest.raises(Unanswered, match="429"):
+            server.ask("m", PROMPT, Image.new("RGB", (4, 4)), {})
+    assert spans == [waited]
 
 
 def test_broken_pictures_are_refused_or_skipped(pictures, tmp_path):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from PIL import Image
 
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 PROMPT = "Provide a comprehensive description of this image"
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 LONGEST_SIDE = 1024
+PATIENCE = 16
+"""Pictures in a row without an answer after which a run ends: nobody is there."""
 
 
 class Describer(Protocol):
@@ -117,29 +119,59 @@ def run(options: CaptionOptions) -> int:
     problems = Problems(options.broken)
     failed: list[str] = []
     if left:
-        with closing(choose(options)) as describer, beside.open("a", encoding="utf-8") as file:
-            for picture, text in describe_all(left, describer, problems, len(pictures)):
-                if isinstance(text, Unanswered):
-                    failed.append(f"{picture.name} ({text})")
-                    continue
-                done[picture.name] = text
-                file.write(_line(picture.name, text))
-                file.flush()
+        with closing(choose(options)) as describer, appended(beside) as file:
+            described = describe_all(left, describer, problems, len(pictures))
+            failed = keep_answers(described, done, file)
+    missing = sum(picture.name not in done for picture in pictures) - len(problems)
     if failed:
         logger.warning(
             "%d of %d images have no description yet, the same line tries them again: %s",
-            len(failed),
+            missing,
             len(pictures),
             "; ".join(failed[:5]),
         )
         return 1
+    lines = [_line(picture.name, done[picture.name]) for picture in pictures if picture.name in done]
     with written_beside(out) as file:
-        file.writelines(
-            _line(picture.name, done[picture.name]) for picture in pictures if picture.name in done
-        )
+        file.writelines(lines)
     beside.unlink(missing_ok=True)
-    logger.info("%s: %d descriptions, %s", out, len(done), problems.summary())
+    logger.info("%s: %d descriptions, %s", out, len(lines), problems.summary())
     return 0
+
+
+def keep_answers(
+    described: Generator[tuple[Picture, str | Unanswered]], done: dict[str, str], file: IO[str]
+) -> list[str]:
+    """Add every description to those that are done and to a file; -> what had none, and why.
+
+    So many failures in a row that nobody can be there end it.
+    """
+    failed: list[str] = []
+    in_a_row = 0
+    with closing(described):
+        for picture, text in described:
+            if isinstance(text, Unanswered):
+                failed.append(f"{picture.name} ({text})")
+                in_a_row += 1
+                if in_a_row == PATIENCE:
+                    break
+                continue
+            in_a_row = 0
+            done[picture.name] = text
+            file.write(_line(picture.name, text))
+            file.flush()
+    return failed
+
+
+@contextmanager
+def appended(path: Path) -> Iterator[IO[str]]:
+    """A file to append to, which is not left behind with nothing in it."""
+    with path.open("a", encoding="utf-8") as file:
+        try:
+            yield file
+        finally:
+            if not file.tell():
+                path.unlink()
 
 
 def choose(options: CaptionOptions) -> Describer:
@@ -177,7 +209,7 @@ def _is_layout(place: Path) -> bool:
 
 def describe_all(
     pictures: Sequence[Picture], describer: Describer, problems: Problems, total: int
-) -> Iterator[tuple[Picture, str | Unanswered]]:
+) -> Generator[tuple[Picture, str | Unanswered]]:
     """Every readable picture with its description, in the order in which they come."""
     workers, size = describer.workers, describer.batch_size
     groups = (list(pictures[start : start + size]) for start in range(0, len(pictures), size))

@@ -18,7 +18,8 @@ from PIL import Image
 
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 """Answers after which the same request may succeed."""
-LONGEST_PAUSE = 60.0
+LONGEST_PAUSE, LONGEST_ASKED = 60.0, 600.0
+"""Seconds between two tries at most: of our own accord, and where the server asks for more."""
 
 
 class Unanswered(Exception):  # noqa: N818 - it names a result as much as an error
@@ -99,18 +100,22 @@ class ChatServer:
             try:
                 return read(self._send_once(path, body))
             except urllib.error.HTTPError as error:
-                failure = f"{error.code} {_reason(error)}"
+                failure = self._without_key(f"{error.code} {_reason(error)}")
                 if error.code not in PASSING:
                     raise ValueError(f"{self.address}: the server refuses the request: {failure}") from None
                 asked = _seconds(error.headers.get("Retry-After"))
             except (OSError, http.client.HTTPException, ValueError) as error:
-                failure = str(getattr(error, "reason", error)) or type(error).__name__
+                failure = self._without_key(_cause(error))
             if turn < self.retries:
-                span = asked if asked is not None else pause * random.uniform(0.5, 1)
-                if self._closed.wait(min(LONGEST_PAUSE, span)):
+                span = min(LONGEST_PAUSE, pause * random.uniform(0.5, 1))
+                if self._closed.wait(span if asked is None else min(LONGEST_ASKED, asked)):
                     break
                 pause *= 2
         raise Unanswered(f"{failure}, after {self.retries + 1} tries")
+
+    def _without_key(self, text: str) -> str:
+        """What may be shown of what a server said: some repeat the key they were sent."""
+        return text.replace(self.key, "(key)") if self.key else text
 
     def _send_once(self, path: str, body: Mapping[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -119,7 +124,11 @@ class ChatServer:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.address + path, data, headers)
         with urllib.request.urlopen(request, timeout=self.patience) as answer:
-            return json.loads(answer.read())
+            content = answer.read()
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise ValueError("the answer is no JSON") from None
 
 
 def _text_of(answer: Any) -> str:
@@ -141,6 +150,12 @@ def _reason(error: urllib.error.HTTPError) -> str:
         return str(error.reason)
     inner = said.get("error", said) if isinstance(said, dict) else said
     return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
+
+
+def _cause(error: Exception) -> str:
+    """What went wrong on the way to a server, without the number of its error."""
+    inner = getattr(error, "reason", error)
+    return str(getattr(inner, "strerror", None) or inner) or type(error).__name__
 
 
 def _seconds(value: str | None) -> float | None:
