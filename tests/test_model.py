@@ -15,6 +15,7 @@ from seps.encoders import build_text_encoder
 from seps.losses import hinge
 from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load, located, save_small
 from seps.naming import NOWHERE
+from seps.optimisation import OptimSettings, make_optimiser
 from seps.processor import read_pieces
 from seps.recipe import PRESETS, paper
 from seps.tokens import Tokens
@@ -132,31 +133,33 @@ def test_temperature_is_learned_and_bounded():
     torch.testing.assert_close(model.temperature.item(), 0.01)
 
 
-def test_parameter_groups_hold_every_weight_once(bert_tokenizer):
+def groups_of(model) -> list[dict]:
+    """What the training's optimiser makes of a model's weights."""
+    settings = OptimSettings(lr=1e-3, backbone_factor=0.1, weight_decay=0.01)
+    return make_optimiser(model, settings, model.backbones()).param_groups
+
+
+def test_an_optimiser_holds_every_weight_once_at_its_rate(bert_tokenizer):
     model, _ = bert_model(bert_tokenizer)
-    groups = {group["name"]: group for group in model.parameter_groups(1e-3, 0.1, 0.01)}
-    held = [id(parameter) for group in groups.values() for parameter in group["params"]]
+    groups = groups_of(model)
+    held = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
-    assert {name: (group["lr"], group["weight_decay"]) for name, group in groups.items()} == {
-        "backbone": (1e-4, 0.01),
-        "backbone, no decay": (1e-4, 0.0),
-        "own": (1e-3, 0.01),
-        "own, no decay": (1e-3, 0.0),
-    }
+    kinds = {(group["lr"], group["weight_decay"]) for group in groups}
+    assert kinds == {(1e-4, 0.01), (1e-4, 0.0), (1e-3, 0.01), (1e-3, 0.0)}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for group in groups.values():
+    for group in groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
-            assert ("no decay" not in group["name"]) <= (not name.endswith("bias")), name
-            assert ("backbone" in group["name"]) == (".body." in name), name
+            assert (group["weight_decay"] > 0) <= (not name.endswith("bias")), name
+            assert (group["lr"] < 1e-3) == (".body." in name), name
 
 
 def test_light_backbones_learn_at_the_full_rate_and_frozen_ones_not_at_all(bert_tokenizer):
     light, _ = light_model()
-    assert {group["lr"] for group in light.parameter_groups(1e-3)} == {1e-3}
+    assert {group["lr"] for group in groups_of(light)} == {1e-3}
     model, _ = bert_model(bert_tokenizer)
     model.tune("frozen")
-    held = {id(parameter) for group in model.parameter_groups(1e-3) for parameter in group["params"]}
+    held = {id(parameter) for group in groups_of(model) for parameter in group["params"]}
     assert held == {id(parameter) for name, parameter in model.named_parameters() if ".body." not in name}
     assert model.config.image_encoder["tuning"] == model.config.text_encoder["tuning"] == "frozen"
 
@@ -453,7 +456,7 @@ def test_real_size_backbones_learn_and_evaluate():
     model = SepsModel(config)
     assert (model.image_encoder.patches, model.head.slimmer.tokens) == (196, 39)
     pixels, ids = torch.randn(2, 3, 224, 224), torch.tensor([[101, 2000, 3000, 102], [101, 2500, 102, 0]])
-    optimiser = torch.optim.AdamW(model.parameter_groups(2e-4))
+    optimiser = make_optimiser(model, OptimSettings(), model.backbones())
     watched = [model.image_encoder.body.network.embeddings.cls_token, model.head.slimmer.scale]
     before = [parameter.detach().clone() for parameter in watched]
     hinge(model.train()(pixels, ids, ids > 0), negatives="all").backward()

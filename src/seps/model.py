@@ -142,31 +142,9 @@ class SepsModel(PreTrainedModel):
         dense = None if dense_ids is None or dense_mask is None else self.encode_texts(dense_ids, dense_mask)
         return self.score(self.encode_images(pixels), self.encode_texts(ids, mask), dense)
 
-    def parameter_groups(
-        self, lr: float, backbone_factor: float = 0.1, weight_decay: float = 1e-4
-    ) -> list[dict[str, Any]]:
-        """Groups for an optimiser: pre-trained backbones learn slower; biases, norms, tokens do not decay."""
-        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-        slow = {
-            id(parameter)
-            for encoder in (self.image_encoder, self.text_encoder)
-            for module in encoder.pretrained()
-            for parameter in module.parameters()
-        }
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                # Linear, embedding and convolution weights; tokens, positions and scales have three axes.
-                decays = parameter.dim() in (2, 4)
-                groups.setdefault((id(parameter) in slow, decays), []).append(parameter)
-        return [
-            {
-                "name": f"{'backbone' if backbone else 'own'}{'' if decays else ', no decay'}",
-                "params": parameters,
-                "lr": lr * (backbone_factor if backbone else 1.0),
-                "weight_decay": weight_decay if decays else 0.0,
-            }
-            for (backbone, decays), parameters in groups.items()
-        ]
+    def backbones(self) -> list[nn.Module]:
+        """The parts that did not start from nothing, which learn at a rate of their own."""
+        return [*self.image_encoder.pretrained(), *self.text_encoder.pretrained()]
 
     def tune(self, tuning: str) -> None:
         """Freeze both backbones ("frozen") or let them learn ("full")."""

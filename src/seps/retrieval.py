@@ -114,7 +114,7 @@ class RetrievalTask:
 
     def backbones(self) -> list[nn.Module]:
         """The backbones that did not start from nothing."""
-        return [*self.model.image_encoder.pretrained(), *self.model.text_encoder.pretrained()]
+        return self.model.backbones()
 
     def steps(self) -> int:
         """Batches of an epoch."""

@@ -219,7 +219,8 @@ class _Run:
         if self.average is not None:
             self.average.weights, self.average.updates = state["average"], state["updates"]
         self.at = Counters(**state["counters"])
-        logger.info("going on after step %d of %d in %s", self.at.step, self.steps, self.folder)
+        if self.world.main:
+            logger.info("going on after step %d of %d in %s", self.at.step, self.steps, self.folder)
 
     def snapshot(self) -> None:
         """Keep everything that the next step depends on."""
