@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from making import refusal
-from seps.data import Scenes, write
+from seps.data import Problems, Scenes, write
 from seps.evaluation import encode, score_all
 from seps.features import Features, FeatureStore, identity, image_key
 from seps.model import load
@@ -258,6 +258,34 @@ def test_mirrored_features_are_kept_where_no_text_names_a_side(tmp_path):
     for record in records:
         sided = any("left" in text or "right" in text for text in (*record.captions, record.dense))
         assert (image_key(record, mirrored=True) in task.features.images) is not sided
+
+
+def test_pictures_that_cannot_be_read_are_left_out_where_features_are_kept(tmp_path):
+    """In training, in measuring, and where projections start from pooled features that are not kept."""
+    folder = tmp_path / "data"
+    write(folder, {"train": 9, "dev": 3}, size=32)
+    for name in ("train-000003", "dev-000001"):
+        (folder / "images" / f"{name}.png").write_bytes(b"broken")
+    data = {"folder": str(folder), "cache": str(tmp_path / "cache"), "broken": "skip"}
+    with pytest.raises(ValueError, match=r"train-000003\.png: not a readable image"):
+        make_task(options(model=frozen(), data={**data, "broken": "refuse"}))
+    task = make_task(options(model=frozen(), data=data))
+    assert (len(task.train), len(task.dev), len(task.problems)) == (8, 2, 2)
+    assert first_loss(task)["total"] > 0
+    corpus = encode(
+        task.model,
+        task.processor,
+        open_source(str(folder), task.options.data, "dev"),
+        task.features,
+        problems=Problems("skip"),
+    )
+    assert corpus.indices == (0, 2)
+    assert [record.image_id for record in corpus.records] == [
+        "images/dev-000000.png",
+        "images/dev-000002.png",
+    ]
+    cca = make_task(options(model=frozen(projections="cca"), data={**data, "cache": None}))
+    assert len(cca.problems) == 1
 
 
 def test_a_cache_without_frozen_backbones_is_refused(tmp_path):

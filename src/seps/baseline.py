@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seps.alignment import affinities, align
 from seps.cca import RIDGE, correlate
-from seps.data.records import Source, written_beside
+from seps.data.records import Problems, Source, written_beside
 from seps.data.text import MOST_WORDS
 from seps.evaluation import COLUMN_NAMES, COLUMNS, figures_of
 from seps.features import Features
@@ -70,6 +70,8 @@ def run(options: BaselineOptions) -> int:
     train = open_joined((options.data, *options.also), options.read, options.train)
     config = SepsConfig("laps", 16, options.image_encoder, options.text_encoder)
     features = Features.open(options.cache, *create(config))
+    problems = Problems(options.read.broken)
+    measured, train = (features.readable(each, problems) for each in (measured, train))
     found = measure(features, measured, train, options.directions, options.ridge)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -63,8 +63,8 @@ def encode(
     model.eval()
     problems = Problems() if problems is None else problems
     if features is not None and features.images is not None:
-        indices = list(range(len(source)))
-        images = _kept_images(model, source, features, batch_size)
+        part = features.readable(source, problems)
+        images, indices = _kept_images(model, part, features, batch_size), list(part.indices)
     else:
         images, indices = _seen_images(model, processor, source, batch_size, workers, problems)
     records = tuple(source[index] for index in indices)

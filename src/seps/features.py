@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from seps.cca import RIDGE, correlate, principal, start_projection
 from seps.data.images import evaluate_image, names_side
-from seps.data.records import Record, Source
+from seps.data.loader import Part, readable
+from seps.data.records import Problems, Record, Source
 from seps.encoders import ImageEncoder, TextEncoder
 from seps.model import SepsModel, SepsProcessor
 from seps.progress import progress_bar
@@ -199,6 +200,13 @@ class Features:
         if known not in self._keys:
             self._keys[known] = image_key(record, mirrored)
         return self._keys[known]
+
+    def readable(self, source: Source, problems: Problems) -> Part:
+        """The records of a source whose pictures are kept or can be read, where broken ones are skipped."""
+        store = self.images
+        if store is None:
+            return Part(source, tuple(range(len(source))))
+        return readable(source, problems, lambda record: self.key(record) in store)
 
     def image_tokens(self, records: Sequence[Record], mirrored: Sequence[bool] | None = None) -> Tokens:
         """Raw features of pictures, for the neck. -> (B,N,Cin)"""

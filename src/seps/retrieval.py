@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from seps.data.loader import Batch, EpochSampler, caption_counts, generator_for, training_batches
+from seps.data.loader import (
+    Batch,
+    EpochSampler,
+    caption_counts,
+    generator_for,
+    readable,
+    training_batches,
+)
 from seps.data.records import Problems, Source
 from seps.data.text import MOST_WORDS, Encoded, WordNoise, augment_encoded
 from seps.distributed import World, joined, wait
@@ -62,50 +69,60 @@ class RetrievalTask:
         self.train, self.dev = train, dev
         self.world = world or World()
         self.problems = Problems(options.data.broken)
-        if options.data.batch_size % self.world.size:
-            raise ValueError(
-                f"data.batch_size: expected a multiple of the {self.world.size} processes, "
-                f"found {options.data.batch_size}"
-            )
-        if options.data.batch_size > len(train):
-            raise ValueError(
-                f"data.batch_size: expected at most the {len(train)} images of split {options.data.train!r} "
-                f"of {', '.join((options.data.folder, *options.data.also))}, found {options.data.batch_size}"
-            )
+        self._require_batches()
+        aligned = options.objective.scored == "alignment"
+        self.describes = aligned and model.recipe.dense != "none" and count_described(train) > 0
+        self.features = self._open_features()
         self.sampler = EpochSampler(
-            caption_counts(train),
+            caption_counts(self.train),
             options.data.batch_size // self.world.size,
             options.run.seed,
             rank=self.world.rank,
             world_size=self.world.size,
             draws=options.data.draws,
         )
-        aligned = options.objective.scored == "alignment"
-        self.describes = aligned and model.recipe.dense != "none" and count_described(train) > 0
-        self.features = self._open_features()
         if options.model.start is None and options.model.projections == "cca":
             start_projections(model, self._pooled(), options.model.ridge)
 
+    def _require_batches(self) -> None:
+        """Refuse a batch that the processes cannot share or the pictures cannot fill."""
+        data = self.options.data
+        if data.batch_size % self.world.size:
+            raise ValueError(
+                f"data.batch_size: expected a multiple of the {self.world.size} processes, "
+                f"found {data.batch_size}"
+            )
+        if data.batch_size > len(self.train):
+            raise ValueError(
+                f"data.batch_size: expected at most the {len(self.train)} images of split {data.train!r} "
+                f"of {', '.join((data.folder, *data.also))}, found {data.batch_size}"
+            )
+
     def _open_features(self) -> Features | None:
-        """Kept features, completed by the first process."""
+        """Kept features, completed by the first process; pictures without any are left out of the data."""
         cache = self.options.data.cache
         if cache is None:
             return None
         nn.Module.to(self.model, self.world.device)
         if self.world.main:
-            features = Features.open(cache, self.model, self.processor)
+            features = self._open_readable(cache)
             length = self.model.recipe.description_length if self.describes else None
             features.fill(self.train, length, self.options.data.flip != "never", MOST_WORDS)
             features.fill(self.dev, length, False, MOST_WORDS)
         wait(self.world)
-        return features if self.world.main else Features.open(cache, self.model, self.processor)
+        return features if self.world.main else self._open_readable(cache)
+
+    def _open_readable(self, cache: str) -> Features:
+        features = Features.open(cache, self.model, self.processor)
+        self.train, self.dev = (features.readable(each, self.problems) for each in (self.train, self.dev))
+        return features
 
     def _pooled(self) -> Pooled:
         """Mean patches and words of the training split, kept or computed."""
         features = self.features
         if features is not None and features.images is not None and features.texts is not None:
             return features.pooled(self.train, MOST_WORDS)
-        return pool(self.model, self.processor, self.train, MOST_WORDS)
+        return pool(self.model, self.processor, readable(self.train, self.problems), MOST_WORDS)
 
     @cached_property
     def ordinary(self) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -334,3 +334,38 @@ class Held:
         if index not in self._images:
             self._images[index] = self.source.open(index)
         return self._images[index]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some records of a source, by their places in it."""
+
+    source: Source
+    indices: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int, /) -> Record:
+        return self.source[self.indices[index]]
+
+    def open(self, index: int) -> Image.Image:
+        """The image of a record as RGB."""
+        return self.source.open(self.indices[index])
+
+
+def readable(source: Source, problems: Problems, known: Callable[[Record], bool] | None = None) -> Part:
+    """The records whose images can be read, where broken ones are skipped; known ones are not tried."""
+    if problems.broken == "refuse":
+        return Part(source, tuple(range(len(source))))
+    indices = []
+    for index in range(len(source)):
+        record = source[index]
+        opened = None if known is not None and known(record) else _opened(source, index, record)
+        if isinstance(opened, Problem):
+            problems.meet(opened.where, opened.what)
+        else:
+            indices.append(index)
+    if not indices:
+        raise ValueError(f"data: expected at least one readable image, {problems.summary()}")
+    return Part(source, tuple(indices))
