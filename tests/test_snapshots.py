@@ -42,6 +42,38 @@ def test_who_may_read_a_snapshot_is_for_the_user_to_say(tmp_path, mask, mode):
     assert (tmp_path / "s").stat().st_mode & 0o777 == mode
 
 
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [FULL, Exception("I/O error: No space left on device (os error 28)")])
+def test_a_full_disk_is_told_with_its_place_and_leaves_what_was(tmp_path, monkeypatch, error):
+    def fail(*_, **__):
+        raise type(error)(*error.args)
+
+    write_snapshot({"a": 1}, tmp_path / "s")
+    replace_folder(tmp_path / "best", write(weights="1"))
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", fail)
+        with pytest.raises(OSError, match="No space left") as met:
+            write_snapshot({"a": 2}, tmp_path / "s")
+        assert met.value.filename == str(tmp_path / "s")
+    with pytest.raises(OSError, match="No space left") as met:
+        replace_folder(tmp_path / "best", fail)
+    assert met.value.filename == str(tmp_path / "best")
+    assert read_snapshot(tmp_path / "s") == {"a": 1}
+    assert held(tmp_path / "best") == {"weights": "1"}
+    assert {path.name for path in tmp_path.iterdir()} == {"s", "best"}
+
+
+def test_what_is_no_fault_of_the_disk_stays_what_it_is(tmp_path):
+    def fail(_):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        replace_folder(tmp_path / "best", fail)
+    assert not any(tmp_path.iterdir())
+
+
 def write(**files):
     """A save function that writes some files."""
 

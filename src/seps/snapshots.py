@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seps.data.records import writing
+
 LOCK = ".lock"
 _TENSOR = "tensor:"
 BLOCK = 2**20
@@ -65,13 +67,17 @@ def write_snapshot(state: Any, path: Path) -> None:
     beside = path.with_name(f".{path.name}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
     beside.unlink(missing_ok=True)
-    beside.touch()
-    mode = beside.stat().st_mode
-    save_file(tensors, beside, metadata={"state": json.dumps(plain)})
-    beside.chmod(mode)  # as the user has it for every file, where the format's writer allows no other reader
-    _sync(beside)
-    beside.replace(path)
-    _sync(path.parent)
+    try:
+        with writing(path):
+            beside.touch()
+            mode = beside.stat().st_mode
+            save_file(tensors, beside, metadata={"state": json.dumps(plain)})
+            beside.chmod(mode)  # what the user lets others do, where the format's writer lets them do nothing
+            _sync(beside)
+        beside.replace(path)
+        _sync(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def read_snapshot(path: Path, device: torch.device | str = "cpu") -> Any:
@@ -98,21 +104,23 @@ def replace_folder(place: Path, save: Callable[[Path], None]) -> None:
     recover_folder(place)
     beside, before = _names_beside(place)
     beside.mkdir(parents=True)
-    save(beside)
-    for path in (*beside.rglob("*"), beside):
-        _sync(path)
-    changed = _changed(beside, place)
-    if changed is not None and len(changed) <= 1:
-        for name in changed:
-            (beside / name).replace(place / name)
-            _sync((place / name).parent)
-    else:
-        if place.exists():
-            place.rename(before)
-        beside.rename(place)
-        _sync(place.parent)
-    for leftover in (before, beside):
-        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        with writing(place):
+            save(beside)
+            for path in (*beside.rglob("*"), beside):
+                _sync(path)
+        changed = _changed(beside, place)
+        if changed is not None and len(changed) <= 1:
+            for name in changed:
+                (beside / name).replace(place / name)
+                _sync((place / name).parent)
+        else:
+            if place.exists():
+                place.rename(before)
+            beside.rename(place)
+            _sync(place.parent)
+    finally:
+        recover_folder(place)
 
 
 def recover_folder(place: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from seps.data.images import open_image
 logger = logging.getLogger(__name__)
 
 Broken = Literal["refuse", "skip"]
+OS_ERROR = re.compile(r"\(os error (\d+)\)")
 SHOWN = 5
 """Skipped items that a summary names."""
 
@@ -140,11 +142,31 @@ def divide(collection: Collection, shares: Mapping[str, float], seed: int = 0) -
 
 
 @contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """What the system refuses while something is written becomes an OSError that names the place.
+
+    A write tells no place of its own, and libraries in Rust tell the system's number in words alone.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(place)
+        raise
+    except Exception as error:
+        told = OS_ERROR.search(str(error))
+        if told is None:
+            raise
+        number = int(told.group(1))
+        raise OSError(number, os.strerror(number), str(place)) from error
+
+
+@contextmanager
 def written_beside(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """A file to write that takes the place of `path` only once it is complete."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with beside.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+        with writing(path), beside.open(mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
         beside.replace(path)
     finally:
@@ -158,7 +180,8 @@ def folder_beside(place: Path) -> Iterator[Path]:
     beside = place.with_name(f".{place.name}.{os.getpid()}.part")
     beside.mkdir(parents=True)
     try:
-        yield beside
+        with writing(place):
+            yield beside
         beside.replace(place)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
