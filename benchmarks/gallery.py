@@ -23,16 +23,17 @@ import torch
 
 from seps.data.records import Problems
 from seps.data.scenes import Scenes, write
-from seps.gallery import Gallery, Picture, Said, find_pictures, read_descriptions, searching
+from seps.gallery import Gallery, Picture, Said, find_pictures, proposing, read_descriptions
 from seps.gallery.packing import Precision, pack, unpack
 from seps.gallery.rows import kept_tokens
 from seps.gallery.searching import tokens_of
-from seps.gallery.sketching import typical_text
+from seps.gallery.sketching import typical_texts
 from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load
 from seps.tokens import Tokens
 
 SEED = 1
-CANDIDATES = (20, 40, 80, 160, 320)
+# A result, of ten.
+CANDIDATES = (2, 4, 8, 16, 32)
 
 
 def make_model(scenes: Scenes) -> tuple[SepsModel, SepsProcessor]:
@@ -67,7 +68,7 @@ def index(gallery: Gallery, pictures: Sequence[Path], said: dict[Path, Said]) ->
 def fill(gallery: Gallery, rows: int, noise: float, block: int = 1000) -> None:
     """Rows with the tokens of those that are there, each with noise of its own."""
     model, schema, store = gallery.model, gallery.store.schema, gallery.store
-    typical = typical_text(model, gallery.processor)
+    typical = typical_texts(model, gallery.processor)
     generator = torch.Generator().manual_seed(SEED)
     sources = [
         row["id"] for batch in store.scan(["id"], "path IS NOT NULL", 4096) for row in batch.to_pylist()
@@ -132,14 +133,17 @@ def measure(gallery: Gallery, queries: Sequence[str], scans: int, truths: int) -
     if truths:
         chosen = list(queries[:truths])
         exact = [{hit.id for hit in hits} for hits in gallery.search(chosen, exact=True)]
-        usual = searching.CANDIDATES
-        for count in CANDIDATES:
-            searching.CANDIDATES = count
+        name = "DESCRIBED_A_RESULT" if stats["described"] == rows else "SKETCHED_A_RESULT"
+        usual = getattr(proposing, name)
+        for each in sorted({*CANDIDATES, usual}):
+            setattr(proposing, name, each)
             found = [{hit.id for hit in hits} for hits in gallery.search(chosen)]
             share = np.mean([len(a & b) / len(a) for a, b in zip(exact, found, strict=True)])
-            mark = " (the default)" if count == usual else ""
-            print(f"{count:4d} candidates{mark}: {100 * share:.2f} % of the exact top 10, {truths} queries")
-        searching.CANDIDATES = usual
+            mark = " (the default)" if each == usual else ""
+            print(
+                f"{10 * each:4d} candidates{mark}: {100 * share:.2f} % of the exact top 10, {truths} queries"
+            )
+        setattr(proposing, name, usual)
 
 
 def compare_precisions(gallery: Gallery, queries: Sequence[str], scenes: Scenes) -> None:
@@ -165,7 +169,7 @@ def compare_precisions(gallery: Gallery, queries: Sequence[str], scenes: Scenes)
 
 
 def run(options: argparse.Namespace, folder: Path) -> None:
-    scenes = Scenes(max(options.scenes, 500), seed=SEED, split="test")
+    scenes = Scenes(max(options.scenes, options.first + options.queries, 500), seed=SEED, split="test")
     model, processor = load(options.model) if options.model else make_model(scenes)
     if not (folder / "scenes" / "captions.jsonl").is_file():
         write(folder / "scenes", {"test": options.scenes}, seed=SEED)
@@ -177,7 +181,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         Gallery.open(place, model, processor) if place.exists() else Gallery.create(place, model, processor)
     )
     pictures = list(find_pictures(file.parent / "images"))[: options.scenes]
-    queries = [scenes[i].captions[0] for i in range(options.queries)]
+    queries = [scenes[options.first + i].captions[0] for i in range(options.queries)]
     if options.precisions:
         compare_precisions(gallery, queries[:50], Scenes(1000, seed=SEED, split="test"))
     for rows in sorted(options.rows):
@@ -203,6 +207,7 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, default=20_000, help="rendered scenes; further rows are filled")
     parser.add_argument("--noise", type=float, default=0.1, help="of the tokens, in their standard deviation")
     parser.add_argument("--queries", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="the scene whose caption is the first query")
     parser.add_argument("--truths", type=int, default=50, help="queries whose recall is measured")
     parser.add_argument("--scans", type=int, default=3, help="full scans that are timed")
     parser.add_argument("--scan-most", type=int, default=20_000, help="rows beyond which nothing is scanned")

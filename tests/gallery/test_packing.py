@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from seps.gallery.packing import directions, pack, unpack, unpack_column
+from seps.gallery.packing import cosines, pack, unpack
 from seps.slimming import unit
 from seps.tokens import Tokens
 
@@ -47,16 +47,6 @@ def test_mixed_precisions_and_lengths_may_stand_together():
     assert torch.allclose(read.features[1], other[0], atol=2e-3)
 
 
-def test_a_column_is_read_where_it_lies():
-    alike = pack(Tokens(torch.randn(5, 3, 8)))
-    mixed = pack(Tokens.padded(torch.randn(4, 6, 8), [6, 2, 0, 3]))
-    for items in (alike, mixed, pack(Tokens(torch.randn(2, 3, 8)), "fp16")):
-        column = pa.array([b"before", *items], pa.binary()).slice(1)
-        read, expected = unpack_column(column, 8), unpack(items, 8)
-        assert torch.equal(read.features, expected.features)
-        assert read.lengths.tolist() == expected.lengths.tolist()
-
-
 def test_a_token_of_zeros_stays_zero():
     assert unpack(pack(Tokens(torch.zeros(1, 2, 8))), 8).features.abs().max() == 0
 
@@ -77,11 +67,22 @@ def test_an_unknown_precision_is_refused():
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp16"])
-def test_directions_are_the_tokens_up_to_a_scale(precision):
-    tokens = Tokens.padded(torch.randn(3, 5, 16), [5, 0, 2])
+@pytest.mark.parametrize("lengths", [[5, 0, 2], [3, 3, 3], [0, 0, 0]])
+def test_cosines_of_a_column_are_those_of_its_tokens(precision, lengths):
+    """Read where it lies, whether its items are of one shape or not."""
+    tokens, units = Tokens.padded(torch.randn(3, 5, 16), lengths), unit(torch.randn(4, 16))
     packed = pack(tokens, precision)
-    vectors, lengths = directions(packed, 16)
-    assert lengths == [5, 0, 2]
+    found, counts = cosines(pa.array([b"before", *packed], pa.binary()).slice(1), units)
     expected = unpack(packed, 16)
-    assert torch.allclose(unit(vectors), unit(expected.features[expected.mask]), atol=1e-3)
-    assert directions([None, None], 16)[0].shape == (0, 16)
+    assert counts == lengths
+    tokens = torch.cat([each[:count] for each, count in zip(expected.features, lengths, strict=True)])
+    assert torch.allclose(found, unit(tokens) @ units.T, atol=1e-2)
+
+
+def test_many_items_are_read_in_blocks():
+    packed = pack(Tokens(torch.randn(700, 7, 16)))
+    units = unit(torch.randn(2, 16))
+    for items in (packed, [None, *packed]):
+        found, counts = cosines(pa.array(items, pa.binary()), units)
+        assert sum(counts) == len(found) == 4900
+        assert torch.allclose(found[-7:], cosines(pa.array(packed[-1:], pa.binary()), units)[0], atol=1e-6)

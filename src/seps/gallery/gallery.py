@@ -199,20 +199,21 @@ class Gallery:
         texts = [place for place, query in enumerate(queries) if isinstance(query, str)]
         pictures = [place for place, query in enumerate(queries) if not isinstance(query, str)]
         results: list[list[Hit]] = [[] for _ in queries]
+        store = self.store.still()
         if texts:
             asked = [check_text(str(queries[place])) for place in texts]
             words = self.encode_texts(asked)
             found = (
-                search_everything(self.store, self.model, words, k, where)
+                search_everything(store, self.model, words, k, where)
                 if exact
-                else search_candidates(self.store, self.model, asked, words, k, where)
+                else search_candidates(store, self.model, asked, words, k, where)
             )
             for place, hits in zip(texts, found, strict=True):
                 results[place] = hits
         if pictures:
             images = self.encode_images([queries[place] for place in pictures])  # type: ignore[misc]
             vectors = self.model.global_images(images)
-            for place, hits in zip(pictures, search_alike(self.store, vectors, k, where, exact), strict=True):
+            for place, hits in zip(pictures, search_alike(store, vectors, k, where, exact), strict=True):
                 results[place] = hits
         return results
 
@@ -227,7 +228,7 @@ class Gallery:
         check_count(k)
         tokens = self.encode_images([image])
         if texts is None:
-            return search_descriptions(self.store, self.model, tokens, k, where)
+            return search_descriptions(self.store.still(), self.model, tokens, k, where)
         asked = [check_text(text) for text in texts]
         if not asked:
             raise ValueError("texts: expected at least one, found none")

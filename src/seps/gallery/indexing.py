@@ -20,7 +20,7 @@ from seps.gallery.borders import among, quoted
 from seps.gallery.descriptions import Said
 from seps.gallery.pictures import Picture, open_picture
 from seps.gallery.rows import Ready, make_rows
-from seps.gallery.sketching import typical_text
+from seps.gallery.sketching import typical_texts
 from seps.gallery.store import Store
 from seps.model import SepsModel, SepsProcessor
 
@@ -105,7 +105,7 @@ class Indexer:
         self.processor = processor
         self.pace = pace
         self.describe = describe
-        self.typical = typical_text(model, processor)
+        self.typical = typical_texts(model, processor)
 
     def run(
         self,

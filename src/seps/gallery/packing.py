@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -13,6 +13,9 @@ import torch
 from seps.tokens import Tokens
 
 Precision = Literal["int8", "fp16"]
+
+# So many tokens at a time fit the processor's cache as fp32.
+_TOKENS_AT_ONCE = 2048
 
 # precision, whether the last row is the CLS token, rows, channels; little-endian
 _HEADER = struct.Struct("<BBHH")
@@ -76,32 +79,54 @@ def unpack(packed: Sequence[bytes | None], channels: int) -> Tokens:
     return Tokens(features, torch.arange(longest) < lengths.unsqueeze(1), cls)
 
 
-def unpack_column(column: pa.Array, channels: int) -> Tokens:
-    """The token sets of a column, read where they lie if they are all of one shape. -> (B,N,C)"""
+def cosines(column: pa.Array, units: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Cosines of all tokens of a column with unit vectors, and how many tokens each item has.
+
+    Eight bits are multiplied as bf16, which holds them exactly. units (S,C) -> (L,S)
+    """
+    lengths: list[int] = []
+    found = [units.new_zeros(0, len(units), dtype=torch.float32)]
+    for numbers, counts in _blocks(column, units.shape[1]):
+        lengths += counts
+        kind = torch.bfloat16 if numbers.dtype == np.int8 else torch.float32
+        tokens = torch.from_numpy(numbers).to(units.device, kind)
+        length = torch.linalg.vector_norm(tokens, dim=1, keepdim=True, dtype=torch.float32)
+        found.append((tokens @ units.to(kind).T).float() / length.clamp(min=1e-12))
+    return torch.cat(found), lengths
+
+
+def _blocks(column: pa.Array, channels: int) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Tokens up to their scales, some items at a time, and how many each item has. -> (L,C)"""
+    table = _table(column)
+    if table is not None:
+        numbers, _ = _numbers(table)
+        count = numbers.shape[1]
+        step = max(1, _TOKENS_AT_ONCE // max(1, count))
+        for start in range(0, len(numbers), step):
+            block = numbers[start : start + step]
+            yield np.array(block).reshape(-1, channels), [count] * len(block)
+        return
+    for start in range(0, len(column), 32):
+        items = column.slice(start, 32).to_pylist()
+        rows = [_numbers(np.frombuffer(item, np.uint8)[None])[0][0] if item else None for item in items]
+        there = [each for each in rows if each is not None]
+        same = {each.dtype for each in there}
+        if len(same) > 1:
+            there = [each.astype(np.float32) for each in there]
+        yield (
+            np.concatenate(there) if there else np.zeros((0, channels), np.int8),
+            [0 if each is None else len(each) for each in rows],
+        )
+
+
+def _table(column: pa.Array) -> np.ndarray | None:
+    """The items of a column as rows of bytes where they lie, None where they differ in shape."""
     offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
     sizes = np.diff(offsets)
     if column.null_count or not len(sizes) or (sizes != sizes[0]).any():
-        return unpack(column.to_pylist(), channels)
+        return None
     table = np.frombuffer(column.buffers()[2], np.uint8)[offsets[0] : offsets[-1]].reshape(len(sizes), -1)
-    if (table[:, : _HEADER.size] != table[0, : _HEADER.size]).any():
-        return unpack(column.to_pylist(), channels)
-    return _decode(table)
-
-
-def directions(packed: Sequence[bytes | None], channels: int) -> tuple[torch.Tensor, list[int]]:
-    """Every token up to its scale, one after another, and how many each set has; for cosines. -> (S,C)"""
-    rows: list[np.ndarray] = []
-    lengths = []
-    for item in packed:
-        code, _, count, width = (0, 0, 0, channels) if item is None else _HEADER.unpack_from(item)
-        lengths.append(count)
-        if item is not None:
-            exact = _NAMES[code] == "fp16"
-            start = _HEADER.size + (0 if exact else 4 * count)
-            values = np.frombuffer(item, "<f2" if exact else np.int8, count * width, start)
-            rows.append(values.reshape(count, width))
-    flat = np.concatenate(rows) if rows else np.zeros((0, channels), np.int8)
-    return torch.from_numpy(flat).float(), lengths
+    return table if (table[:, : _HEADER.size] == table[0, : _HEADER.size]).all() else None
 
 
 def _unpack_alike(packed: Sequence[bytes]) -> Tokens:
@@ -114,7 +139,18 @@ def _unpack_alike(packed: Sequence[bytes]) -> Tokens:
 
 def _decode(table: np.ndarray) -> Tokens:
     """Token sets of one shape and precision, one a row of bytes."""
-    code, has_cls, rows, channels = _HEADER.unpack_from(table[0])
+    numbers, scales = _numbers(table)
+    values = torch.from_numpy(numbers.astype(np.float32))
+    if scales is not None:
+        values *= torch.from_numpy(scales)
+    if _HEADER.unpack_from(table[0])[1]:
+        return Tokens(values[:, :-1], None, values[:, -1])
+    return Tokens(values)
+
+
+def _numbers(table: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """What the bytes of items of one shape hold: numbers (B,N,C), and scales (B,N,1) of eight bits."""
+    code, _, rows, channels = _HEADER.unpack_from(table[0])
     body = rows * (channels + 4) if code == _CODES["int8"] else rows * channels * 2
     if code not in _NAMES or table.shape[1] != _HEADER.size + body:
         raise ValueError(
@@ -123,13 +159,6 @@ def _decode(table: np.ndarray) -> Tokens:
         )
     table = table[:, _HEADER.size :]
     if _NAMES[code] == "fp16":
-        halves = np.ascontiguousarray(table).view("<f2").reshape(-1, rows, channels)
-        values = torch.from_numpy(halves.astype(np.float32))
-    else:
-        split = rows * 4
-        scales = np.ascontiguousarray(table[:, :split]).view("<f4").reshape(-1, rows, 1)
-        numbers = table[:, split:].view(np.int8).reshape(-1, rows, channels)
-        values = torch.from_numpy(numbers * scales)
-    if has_cls:
-        return Tokens(values[:, :-1], None, values[:, -1])
-    return Tokens(values)
+        return table.copy().view("<f2").reshape(-1, rows, channels), None
+    scales = table[:, : rows * 4].copy().view("<f4").reshape(-1, rows, 1)
+    return table[:, rows * 4 :].view(np.int8).reshape(-1, rows, channels), scales

@@ -100,7 +100,7 @@ def make_rows(
     typical: Tokens,
     precision: Precision,
 ) -> pa.Table:
-    """The rows of some pictures; typical as `typical_text` gives it."""
+    """The rows of some pictures; typical as `typical_texts` gives it."""
     images = encode_pixels(model, torch.stack([each.pixels for each in ready]))
     images.require_finite("picture")
     texts = [each.said.description for each in ready]

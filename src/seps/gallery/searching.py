@@ -19,12 +19,9 @@ from seps.gallery.store import Store
 from seps.model import SepsModel
 from seps.tokens import Tokens
 
-# So many are scored exactly, or this many times k where that is more.
-# benchmarks/gallery.py measures what they find and what they cost.
-CANDIDATES = 80
-CANDIDATES_A_RESULT = 8
-# A picture knows less of the descriptions: more of these are scored.
+# A picture finds its descriptions by one vector alone: so many are scored exactly, or so many a result.
 TEXT_CANDIDATES = 200
+TEXT_CANDIDATES_A_RESULT = 8
 MOST_RESULTS = 1000
 # Queries of a batch that share one block of candidates, so that memory stays bounded.
 _QUERIES_AT_ONCE = 8
@@ -132,21 +129,19 @@ def search_candidates(
     store: Store, model: SepsModel, texts: Sequence[str], words: Tokens, k: int, where: str | None
 ) -> list[list[Hit]]:
     """Two stages: propose, then score exactly. words (T,M,C) of the texts"""
-    limit = max(CANDIDATES, CANDIDATES_A_RESULT * k)
-    columns = [*ENTRY_COLUMNS, *token_columns(model)]
+    columns = ["id", *ENTRY_COLUMNS, *token_columns(model)]
     found: list[list[Hit]] = []
     for start in range(0, len(texts), _QUERIES_AT_ONCE):
         stop = min(start + _QUERIES_AT_ONCE, len(texts))
-        proposed = propose(store, model, texts[start:stop], words[start:stop], limit, where)
-        rows = store.fetch(sorted({item for items in proposed for item in items}), columns)
-        places = {item: place for place, item in enumerate(rows.column("id").to_pylist())}
-        for query, items in enumerate(proposed, start=start):
-            # A candidate that another process removed in the meantime is no longer there.
-            own = [places[item] for item in items if item in places]
+        proposed = propose(store, model, texts[start:stop], words[start:stop], k, where)
+        wanted = sorted({row for rows in proposed for row in rows})
+        places = {row: place for place, row in enumerate(wanted)}
+        rows = store.take(wanted, columns)
+        for query, own in enumerate(proposed, start=start):
             if not own:
                 found.append([])
                 continue
-            chosen = rows.take(own)
+            chosen = rows.take([places[row] for row in own])
             scores = score_rows(model, chosen, words[[query]])[:, 0]
             best = best_rows(scores.tolist(), chosen.column("id").to_pylist(), k)
             found.append(hits(chosen.take(best), [scores[place].item() for place in best]))
@@ -196,8 +191,7 @@ def search_alike(
     """The pictures whose vector has the largest cosine with a picture's. vectors (Q,C)"""
     for vector in vectors.float().cpu():
         ranked = store.nearest("pixel_vector", vector.tolist(), k, where, exact)
-        known = {e.id: e for e in entries_of(store.fetch(named(ranked), list(ENTRY_COLUMNS)))}
-        yield [Hit(cosine, known[item]) for item, cosine in ranked if item in known]
+        yield hits(store.take(named(ranked), ["id", *ENTRY_COLUMNS]), [cosine for _, cosine in ranked])
 
 
 def search_descriptions(
@@ -205,9 +199,9 @@ def search_descriptions(
 ) -> list[TextHit]:
     """The stored descriptions that fit a picture best. image (1,N,C)"""
     vector = model.global_images(image)[0].float().cpu().tolist()
-    limit = max(TEXT_CANDIDATES, CANDIDATES_A_RESULT * k)
+    limit = max(TEXT_CANDIDATES, TEXT_CANDIDATES_A_RESULT * k)
     proposed = named(store.nearest("text_vector", vector, limit, where))
-    rows = store.fetch(proposed, ["description", "words"])
+    rows = store.take(proposed, ["id", "description", "words"])
     if not rows.num_rows:
         return []
     words = unpack(rows.column("words").to_pylist(), model.config.channels).to(device_of(model))

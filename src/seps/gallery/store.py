@@ -33,7 +33,9 @@ from seps.gallery.packing import Precision
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
+ROW = "_rowid"
+"""The number of a row: it holds within one version, and costs less than looking an id up."""
 VECTORS = ("pixel_vector", "description_vector", "text_vector")
 
 # Readers may still hold a version of this age; older ones are swept.
@@ -45,6 +47,7 @@ _REFINE = 3
 # Beyond so many, a run of additions ends with a compaction.
 _SMALL_FRAGMENTS = 32
 _UNINDEXED_ROWS = 10_000
+_MOST_KNOWN = 64
 # So many tries when writers on other machines commit at the same moment.
 _TRIES = 20
 _PRIMARY_KEY = {b"lance-schema:unenforced-primary-key:position": b"1"}
@@ -115,9 +118,13 @@ class Store:
     holds, and a commit that lost the race is tried again.
     """
 
-    def __init__(self, location: str | Path, table: Any) -> None:
+    def __init__(self, location: str | Path, table: Any, connection: Any) -> None:
         self.location = str(location)
         self._table = table
+        self._connection = connection
+        self._still: Store | None = None
+        # What was asked of a version held still stays true.
+        self._known: dict[str, Any] | None = None
         metadata = table.schema.metadata or {}
         if b"seps" not in metadata:
             raise ValueError(f"{location}: expected a gallery, found another table")
@@ -141,7 +148,7 @@ class Store:
             table = connection.create_table(
                 TABLE, schema=row_schema(about.channels, {b"seps": about.to_bytes()})
             )
-            store = cls(location, table)
+            store = cls(location, table, connection)
             store._index_columns()
         return store
 
@@ -163,7 +170,7 @@ class Store:
             raise ValueError(
                 f"{location}: expected a gallery, found none that opens ({sentence(error)})"
             ) from error
-        return cls(location, table)
+        return cls(location, table, connection)
 
     @classmethod
     def exists(cls, location: str | Path) -> bool:
@@ -173,6 +180,27 @@ class Store:
             versions = folder / f"{TABLE}.lance" / "_versions"
             return versions.is_dir() and any(versions.iterdir())
         return TABLE in lancedb.connect(str(location)).list_tables().tables
+
+    def still(self) -> Store:
+        """The newest version, held still to read from: row numbers found in it stay true."""
+        version, held = self._table.version, self._still
+        if held is None or held._table.version != version:
+            table = self._connection.open_table(TABLE)
+            table.checkout(version)
+            held = Store(self.location, table, self._connection)
+            held._known = {}
+            self._still = held
+        return held
+
+    def _ask(self, question: str, answer: Callable[[], Result]) -> Result:
+        """An answer, kept where the version is held still."""
+        if self._known is None:
+            return answer()
+        if question not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[question] = answer()
+        return self._known[question]
 
     def write(self, rows: pa.Table) -> None:
         """Insert rows, or replace those of the same id; all of them or, on failure, none."""
@@ -199,7 +227,9 @@ class Store:
     def count(self, where: str | None = None) -> int:
         """Number of rows, of those that meet a condition if there is one."""
         with explain_filters(where):
-            return self._table.count_rows(None if where is None else whole(where))
+            return self._ask(
+                f"count {where}", lambda: self._table.count_rows(None if where is None else whole(where))
+            )
 
     def fetch(self, ids: Sequence[str], columns: Sequence[str]) -> pa.Table:
         """Some columns of some rows, in the order of ids; one that is not there is left out."""
@@ -210,6 +240,15 @@ class Store:
         places = {item: place for place, item in enumerate(rows.column("id").to_pylist())}
         order = [places[item] for item in ids if item in places]
         return rows.take(pa.array(order, pa.int64())).combine_chunks()
+
+    def take(self, rows: Sequence[int], columns: Sequence[str]) -> pa.Table:
+        """Some columns of rows of a version held still, and their numbers, in the order of rows."""
+        wanted = list(dict.fromkeys((ROW, *columns)))
+        if not rows:
+            return self.schema.append(pa.field(ROW, pa.uint64())).empty_table().select(wanted)
+        found = self._table.take_row_ids(list(rows)).select(wanted).to_arrow()
+        places = {row: place for place, row in enumerate(found.column(ROW).to_pylist())}
+        return found.take(pa.array([places[row] for row in rows], pa.int64())).combine_chunks()
 
     def scan(
         self, columns: Sequence[str], where: str | None = None, batch_rows: int = 256
@@ -225,26 +264,26 @@ class Store:
 
     def nearest(
         self, column: str, vector: Sequence[float], limit: int, where: str | None = None, exact: bool = False
-    ) -> list[tuple[str, float]]:
-        """The rows whose vector has the largest cosine with a given one: (id, cosine), best first."""
+    ) -> list[tuple[int, float]]:
+        """The rows whose vector has the largest cosine with a given one: (row, cosine), best first."""
         query = self._table.search(vector, vector_column_name=column).distance_type("cosine")
         if exact:
             query = query.bypass_vector_index()
         elif self._has_index(column):
             query = query.nprobes(_PROBES).refine_factor(_REFINE)
-        query = query.select(["id", "_distance"]).limit(limit)
+        query = query.select(["_distance"]).with_row_id(True).limit(limit)
         with explain_filters(where):
             found = (query if where is None else query.where(whole(where), prefilter=True)).to_arrow()
         cosines = [1 - distance for distance in found["_distance"].to_pylist()]
-        return list(zip(found["id"].to_pylist(), cosines, strict=True))
+        return list(zip(found[ROW].to_pylist(), cosines, strict=True))
 
-    def matching(self, text: str, limit: int, where: str | None = None) -> list[tuple[str, float]]:
-        """The rows whose description shares words with a text: (id, relevance), best first."""
+    def matching(self, text: str, limit: int, where: str | None = None) -> list[tuple[int, float]]:
+        """The rows whose description shares words with a text: (row, relevance), best first."""
         wanted = MatchQuery(text, "description")  # type: ignore[call-arg] # its defaults hide in a dataclass
-        query = self._table.search(wanted).select(["id", "_score"]).limit(limit)
+        query = self._table.search(wanted).select(["_score"]).with_row_id(True).limit(limit)
         with explain_filters(where):
             found = (query if where is None else query.where(whole(where), prefilter=True)).to_arrow()
-        return list(zip(found["id"].to_pylist(), found["_score"].to_pylist(), strict=True))
+        return list(zip(found[ROW].to_pylist(), found["_score"].to_pylist(), strict=True))
 
     def tend(self) -> None:
         """Compact when the table has fallen into many small pieces or its indexes lag behind."""
@@ -344,4 +383,5 @@ class Store:
                 )
 
     def _has_index(self, column: str) -> bool:
-        return any(index.columns == [column] for index in self._table.list_indices())
+        indexes = self._ask("indexes", self._table.list_indices)
+        return any(index.columns == [column] for index in indexes)
