@@ -19,6 +19,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "keep_ratio": (0.01, 0.3, 1.0),
     "aggregate_ratio": (0.01, 0.6, 1.0),
     "mixing": (0.0, 0.1, 0.5),
+    "sharpness": (0.5, 8.0),
     "description_length": (1, 12),
     "description_dropout": (0.0, 0.9),
 }
@@ -111,6 +112,7 @@ def test_an_unknown_name_is_refused_with_those_allowed(name):
         ("dense_weight", None, "a number"),
         ("temperature", 0, "above 0 and finite"),
         ("temperature", float("nan"), "above 0 and finite"),
+        ("sharpness", 0, "above 0 and finite"),
         ("description_dropout", 1, "0 to below 1"),
         ("detach_selection", "no", "True or False"),
         ("detach_selection", 1, "True or False"),

@@ -239,6 +239,20 @@ def test_the_residual_token_gathers_what_was_dropped(patches, data):
     torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
 
 
+def test_sharpness_sets_tokens_apart_before_anything_is_learned():
+    def likeness(sharpness: float) -> float:
+        torch.manual_seed(0)
+        slimmer = Slimmer(paper(sharpness=sharpness), 64, 32)
+        branch = slimmer(Tokens(patches), {"sparse": [torch.randn(1, 1, 32)]})["sparse"]
+        tokens = unit(branch.aggregation[0] @ patches)
+        return float((tokens @ tokens.transpose(1, 2)).mean().detach())
+
+    patches = torch.randn(3, 64, 32)
+    alike, apart, further = (likeness(sharpness) for sharpness in (1.0, 8.0, 32.0))
+    assert alike > 0.9
+    assert further < apart < 0.7
+
+
 def test_where_nothing_was_kept_there_is_no_token():
     logits, decision = torch.randn(1, 2, 5, requires_grad=True), torch.zeros(1, 3, 5)
     weights = aggregation_weights(logits, decision)

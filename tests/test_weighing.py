@@ -11,7 +11,7 @@ from seps.evaluation import encode, score_all
 from seps.metrics import measure_retrieval
 from seps.model import SepsConfig, create, load
 from seps.sources import ReadOptions, SceneOptions, open_source
-from seps.weighing import Terms, WeighOptions, describe, measure_terms, put_together, run, weigh
+from seps.weighing import Terms, WeighOptions, contrast, describe, measure_terms, put_together, run, weigh
 
 LIGHT = {"kind": "light", "width": 16}
 READ = ReadOptions(scenes=SceneOptions(train=4, dev=6, test=4, size=32))
@@ -72,6 +72,17 @@ def measure(model, terms, described):
     return measure_retrieval(scores.detach(), terms.owners).rsum
 
 
+def test_the_temperature_suits_the_new_scale_of_the_scores():
+    model, _ = made()
+    terms = drawn(good=3, bad=0.5)
+    weigh(model, terms)
+    every = torch.ones(len(terms.patches), dtype=torch.bool)
+    scores = put_together(terms, every, weights(model), *absent(model))
+    fitted = float(contrast(scores / model.temperature, terms.owners).detach())
+    for factor in (0.5, 2.0):
+        assert fitted < float(contrast(scores / (factor * model.temperature), terms.owners).detach())
+
+
 def test_a_missing_description_is_worth_what_descriptions_usually_are():
     model, _ = made()
     terms = drawn(good=1, bad=1)
@@ -99,6 +110,7 @@ def test_the_command_writes_a_model_that_differs_in_nothing_else(tmp_path, caplo
         "head.description.absent_scale",
         "head.description.absent_shift",
         "global_term.raw_weight",
+        "log_temperature",
     }
     assert describe(after) in caplog.text
 

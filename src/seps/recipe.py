@@ -45,6 +45,8 @@ class Recipe:
     detach_selection: no gradient reaches the selected patches.
     ratio_form, ratio_weight, sparse_weight, dense_weight: eq. 7.
     keep_ratio, aggregate_ratio, mixing: rho, the aggregation ratio and beta.
+    sharpness: how far apart the aggregated tokens start, a factor of their logits, learned from there; at 1
+        each begins as nearly the mean of all kept patches.
     description_tokens, description_length, description_dropout: the description's own tokens ("matched").
     """
 
@@ -66,6 +68,7 @@ class Recipe:
     keep_ratio: float = 0.5
     aggregate_ratio: float = 0.4
     mixing: float = 0.25
+    sharpness: float = 1.0
     description_tokens: DescriptionTokens = "words"
     description_length: int = 128
     description_dropout: float = 0.3
@@ -95,8 +98,9 @@ class Recipe:
         for name in ("mixing", "ratio_weight", "sparse_weight", "dense_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: expected at least 0 and finite, found {getattr(self, name)}")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature: expected above 0 and finite, found {self.temperature}")
+        for name in ("temperature", "sharpness"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: expected above 0 and finite, found {getattr(self, name)}")
         if not 0 <= self.description_dropout < 1:
             raise ValueError(f"description_dropout: expected 0 to below 1, found {self.description_dropout}")
 

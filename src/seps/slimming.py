@@ -261,7 +261,7 @@ class Slimmer(nn.Module):
         self.predictors = nn.ModuleDict({name: saliency_predictor(channels) for name in learned})
         weighers = recipe.branches if recipe.aggregation == "dual" else ("shared",)
         self.networks = nn.ModuleDict({name: aggregation_network(channels, self.tokens) for name in weighers})
-        self.scale = nn.Parameter(torch.ones(1, 1, 1))
+        self.scale = nn.Parameter(torch.full((1, 1, 1), float(recipe.sharpness)))
         gated = recipe.branches if recipe.selection == "gates" else ()
         middle = 0.75 if recipe.scoring == "mix" else 0.0
         self.gates = nn.ModuleDict({name: Gate(middle) for name in gated})

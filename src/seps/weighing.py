@@ -4,6 +4,7 @@ In training a few hundred steps move the weights of the terms little, and pictur
 outnumber the others. Here the terms of all pairs are computed once. The weights of the global term and of the
 descriptions, and the scale of what stands in for a missing description, are fitted to a gallery that is
 described and one that is not; then the stand-in's shift lets both kinds share the first places.
+Training may go on with these weights: where descriptions count for what they are worth, it teaches them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PLACES, HALVINGS = 10, 30
 class WeighOptions:
     """Fit how much patches, descriptions and global vectors count, on pictures that all have a description.
 
-    Nothing but these few numbers changes. Take a split that was not trained on.
+    Nothing but these few numbers and the temperature they need changes. Take a split that was not trained on.
     """
 
     model: str
@@ -111,7 +112,10 @@ def measure_terms(model: SepsModel, corpus: Corpus) -> Terms:
 
 
 def weigh(model: SepsModel, terms: Terms) -> None:
-    """Set the model's four numbers to what ranks the right pairs first and puts nobody behind for silence."""
+    """Set the model's four numbers to what ranks the right pairs first and puts nobody behind for silence.
+
+    The temperature becomes that of the described gallery's scores, so that training can go on from here.
+    """
     match, term = model.head.description, model.global_term
     if match is None or term is None or term.weight is None or term.raw_weight is None:
         raise ValueError("model: expected terms to weigh, found none")
@@ -137,6 +141,7 @@ def weigh(model: SepsModel, terms: Terms) -> None:
         term.raw_weight.copy_(weights[1].exp().expm1().log())
         match.absent_scale.copy_(scale)
         match.absent_shift.copy_(fair_shift(terms, weights.exp(), scale))
+        model.log_temperature.copy_(log_temperatures[0])
 
 
 @torch.no_grad()
