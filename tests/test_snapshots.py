@@ -1,5 +1,6 @@
 """The state of a run on disk: whole at every moment at which a kill can come, readable by whom one lets."""
 
+import errno
 import json
 import os
 import subprocess
@@ -135,6 +136,15 @@ def test_two_processes_do_not_share_a_run(tmp_path):
         other.wait()
         with alone_in(tmp_path / "run"):
             pass
+
+
+def test_a_disk_that_knows_no_locks_is_worked_on_without(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    with alone_in(tmp_path):
+        pass
 
 
 FAULTS = """

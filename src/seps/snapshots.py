@@ -6,7 +6,9 @@ it as JSON in the file's metadata.
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +20,8 @@ import torch
 from torch import Tensor
 
 from seps.data.records import writing
+
+logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 _TENSOR = "tensor:"
@@ -51,10 +55,12 @@ def alone_in(folder: Path) -> Iterator[None]:
     with (folder / LOCK).open("a") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise ValueError(
-                f"{folder}: expected a run that is not under way, found another process at work on it"
-            ) from None
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ValueError(
+                    f"{folder}: expected a run that is not under way, found another process at work on it"
+                ) from None
+            logger.debug("%s: no lock where it lies (%s)", folder, error)
         yield
 
 
