@@ -142,6 +142,18 @@ def test_what_was_described_is_not_described_again(pictures, tmp_path, monkeypat
     assert sorted(line["text"] for line in lines(out)) == ["fine"] * 2 + ["later"] * 3
 
 
+def test_what_a_result_holds_of_other_pictures_stays_in_it(pictures, tmp_path):
+    """Descriptions are dear: of a picture that went, of another folder, in a last line without its end."""
+    out = tmp_path / "out.jsonl"
+    elsewhere = {"text": "far", "image": "z.png"}
+    out.write_text(f'{json.dumps(elsewhere)}\n{{"text": "mine", "image": "b.png"}}', encoding="utf-8")
+    with serving(lambda *_: said("fine")) as (address, seen):
+        assert run(CaptionOptions(str(pictures), str(out), server=address, model="m")) == 0
+    assert len(seen) == len(ORDER) - 1
+    assert [line["image"] for line in lines(out)] == [*ORDER, "z.png"]
+    assert {line["image"]: line["text"] for line in lines(out)}["b.png"] == "mine"
+
+
 def test_a_refused_key_ends_the_run_at_once_and_is_not_repeated(pictures, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     refusal = (401, {}, {"error": {"message": "wrong key sk-secret"}})

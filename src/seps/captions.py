@@ -120,8 +120,8 @@ def run(options: CaptionOptions) -> int:
     failed: list[str] = []
     if left:
         with closing(choose(options)) as describer, appended(beside) as file:
-            described = describe_all(left, describer, problems, len(pictures))
-            failed = keep_answers(described, done, file)
+            answers = describe_all(left, describer, problems, len(pictures))
+            failed = keep_answers(answers, done, file)
     missing = sum(picture.name not in done for picture in pictures) - len(problems)
     if failed:
         logger.warning(
@@ -131,11 +131,11 @@ def run(options: CaptionOptions) -> int:
             "; ".join(failed[:5]),
         )
         return 1
-    lines = [_line(picture.name, done[picture.name]) for picture in pictures if picture.name in done]
+    described = [picture.name for picture in pictures if picture.name in done]
     with written_beside(out) as file:
-        file.writelines(lines)
+        file.writelines(_line(name, done[name]) for name in dict.fromkeys((*described, *done)))
     beside.unlink(missing_ok=True)
-    logger.info("%s: %d descriptions, %s", out, len(lines), problems.summary())
+    logger.info("%s: %d descriptions, %s", out, len(described), problems.summary())
     return 0
 
 
@@ -262,23 +262,26 @@ def _line(name: str, text: str) -> str:
 
 
 def _read_lines(path: Path) -> dict[str, str]:
-    """Descriptions by image of a file that may end in a line a kill cut off, which is removed."""
+    """Descriptions by image of a file; what a kill left of a last line is removed, a whole one completed."""
     found: dict[str, str] = {}
     if not path.is_file():
         return found
-    whole = 0
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            break
+    content, whole = path.read_bytes(), 0
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
         try:
             entry = json.loads(line)
             found[entry["image"]] = entry["text"]
         except (ValueError, KeyError, TypeError):
+            if not line.endswith(b"\n"):
+                break
             raise ValueError(
                 f'{path}:{number}: expected {{"text": …, "image": …}} of an earlier run, found something else'
             ) from None
         whole += len(line)
     os.truncate(path, whole)
+    if whole and content[whole - 1 : whole] != b"\n":
+        with path.open("ab") as file:
+            file.write(b"\n")
     return found
 
 
