@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -84,39 +84,36 @@ def cosines(column: pa.Array, units: torch.Tensor) -> tuple[torch.Tensor, list[i
 
     Eight bits are multiplied as bf16, which holds them exactly. units (S,C) -> (L,S)
     """
-    lengths: list[int] = []
-    found = [units.new_zeros(0, len(units), dtype=torch.float32)]
-    for numbers, counts in _blocks(column, units.shape[1]):
-        lengths += counts
-        kind = torch.bfloat16 if numbers.dtype == np.int8 else torch.float32
-        tokens = torch.from_numpy(numbers).to(units.device, kind)
+    numbers, lengths = _every_token(column, units.shape[1])
+    kind = torch.bfloat16 if numbers.dtype == np.int8 else torch.float32
+    # Products of one shape whatever is asked: the processor's kernels are made and kept for each shape.
+    vectors = units.new_zeros(units.shape[1], -(-len(units) // 16) * 16, dtype=kind)
+    vectors[:, : len(units)] = units.T
+    tokens = units.new_zeros(_TOKENS_AT_ONCE, units.shape[1], dtype=kind)
+    found = units.new_empty(len(numbers), len(units), dtype=torch.float32)
+    for start in range(0, len(numbers), _TOKENS_AT_ONCE):
+        block = torch.from_numpy(numbers[start : start + _TOKENS_AT_ONCE])
+        tokens[: len(block)] = block
         length = torch.linalg.vector_norm(tokens, dim=1, keepdim=True, dtype=torch.float32)
-        found.append((tokens @ units.to(kind).T).float() / length.clamp(min=1e-12))
-    return torch.cat(found), lengths
+        products = (tokens @ vectors)[: len(block), : len(units)]
+        found[start : start + len(block)] = products / length[: len(block)].clamp(min=1e-12)
+    return found, lengths
 
 
-def _blocks(column: pa.Array, channels: int) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Tokens up to their scales, some items at a time, and how many each item has. -> (L,C)"""
+def _every_token(column: pa.Array, channels: int) -> tuple[np.ndarray, list[int]]:
+    """All tokens of a column up to their scales, one after another, and how many each item has. -> (L,C)"""
     table = _table(column)
     if table is not None:
         numbers, _ = _numbers(table)
-        count = numbers.shape[1]
-        step = max(1, _TOKENS_AT_ONCE // max(1, count))
-        for start in range(0, len(numbers), step):
-            block = numbers[start : start + step]
-            yield np.array(block).reshape(-1, channels), [count] * len(block)
-        return
-    for start in range(0, len(column), 32):
-        items = column.slice(start, 32).to_pylist()
-        rows = [_numbers(np.frombuffer(item, np.uint8)[None])[0][0] if item else None for item in items]
-        there = [each for each in rows if each is not None]
-        same = {each.dtype for each in there}
-        if len(same) > 1:
-            there = [each.astype(np.float32) for each in there]
-        yield (
-            np.concatenate(there) if there else np.zeros((0, channels), np.int8),
-            [0 if each is None else len(each) for each in rows],
-        )
+        return np.array(numbers).reshape(-1, channels), [numbers.shape[1]] * len(numbers)
+    items = [
+        _numbers(np.frombuffer(item, np.uint8)[None])[0][0] if item else np.zeros((0, channels), np.int8)
+        for item in column.to_pylist()
+    ]
+    kinds = {each.dtype for each in items if len(each)}
+    kind = kinds.pop() if len(kinds) == 1 else np.float32
+    joined = [each.astype(kind, copy=False) for each in items]
+    return np.concatenate([np.zeros((0, channels), kind), *joined]), [len(each) for each in items]
 
 
 def _table(column: pa.Array) -> np.ndarray | None:
