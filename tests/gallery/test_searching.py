@@ -107,6 +107,12 @@ def test_few_candidates_still_find_the_best(matched, monkeypatch):
     assert [hit.id for hit in matched.search(TEXT, k=1)] == exact
 
 
+def test_many_results_are_not_cut_to_the_proposals(matched, monkeypatch):
+    monkeypatch.setattr(proposing, "LEAST_DESCRIBED", 4)
+    monkeypatch.setattr(proposing, "MOST_DESCRIBED", 4)
+    assert len(matched.search(TEXT, k=22, where="described")) == 22
+
+
 def test_a_larger_gallery_proposes_more_up_to_a_bound():
     sizes = (0, 20_000, 60_000, 100_000, 10**9)
     assert [proposing.proposals(rows) for rows in sizes] == [400, 400, 1200, 1600, 1600]

@@ -57,9 +57,12 @@ def propose(
     sketched = by_sketches(store, model, words, limit, silent)
     if not store.count(spoken):
         return [best(each, limit) for each in sketched]
-    known = [by_descriptions(store, model, text, words[[place]], where) for place, text in enumerate(texts)]
     if not any(sketched):
         limit = DESCRIBED_A_RESULT * wanted
+    most = max(limit, proposals(store.count(where)))
+    known = [
+        by_descriptions(store, model, text, words[[place]], most, where) for place, text in enumerate(texts)
+    ]
     return [best(each | others, limit) for each, others in zip(known, sketched, strict=True)]
 
 
@@ -68,9 +71,10 @@ def best(scored: Scored, limit: int) -> list[int]:
     return heapq.nsmallest(limit, scored, key=lambda row: (-scored[row], row))
 
 
-def by_descriptions(store: Store, model: SepsModel, text: str, words: Tokens, where: str | None) -> Scored:
+def by_descriptions(
+    store: Store, model: SepsModel, text: str, words: Tokens, most: int, where: str | None
+) -> Scored:
     """Pictures whose descriptions, or whose pixels, are near a text. words (1,M,C)"""
-    most = proposals(store.count(where))
     vectors = {"description_vector": mean_word(words), "pixel_vector": model.global_texts(words)}
     rankings = [
         store.nearest(column, vector[0].tolist(), LISTED * most, where) for column, vector in vectors.items()
