@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from making import refusal
 from seps.encoders import build_image_encoder, build_text_encoder
+from seps.features import Features
 from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load, save_small
 from seps.slimming import unit
 from seps.tokens import Tokens
@@ -217,3 +218,13 @@ def test_absent_texts_cost_no_layer_and_change_no_other() -> None:
     assert seen == [2, 2]
     torch.testing.assert_close(found.features[[0, 2]], alone.features)
     assert found.lengths.tolist() == [3, 0, 4] and not found.features[1].any()
+
+
+def test_texts_that_are_all_absent_pass_the_learning_layers(tmp_path: Path) -> None:
+    image = {"kind": "light", "width": 16, "size": 32, "tuning": "frozen"}
+    text = {"kind": "mini", "tuning": "frozen", "top": 1, "neck": {"channel_dropout": 0.2}}
+    model, processor = create(SepsConfig("described", 16, image, text, "score"))
+    features = Features.open(tmp_path, model, processor)
+    found = model.train().project_texts(features.text_tokens([None, None], 8))
+    assert found.lengths.tolist() == [0, 0]
+    assert bool(found.features.isfinite().all())

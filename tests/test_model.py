@@ -122,7 +122,7 @@ def test_every_weight_learns():
     dense = processor.texts([*CAPTIONS[:1], None])
     model.train()
     scores = model(**ready, dense_ids=dense["ids"], dense_mask=dense["mask"])
-    (scores.sum() / model.temperature).backward()
+    (scores.sum() / model.temperature / model.global_temperature).backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 

@@ -206,6 +206,50 @@ def test_a_loss_without_dense_text_reads_none():
         assert (next(iter(task.loader(0, 0))).dense is not None) is reads
 
 
+def half_described(folder: Path, described: int) -> str:
+    """Twelve training scenes, of which the first so many keep their description."""
+    write(folder, {"train": 12, "dev": 2}, size=32)
+    lines = [json.loads(line) for line in (folder / "captions.jsonl").read_text().splitlines()]
+    for line in lines[described:12]:
+        del line["dense"]
+    (folder / "captions.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return str(folder)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_described_pictures_fill_batches_of_their_own_and_the_others_learn_too(tmp_path, kept):
+    data = {"folder": half_described(tmp_path / "data", 5), "apart": True}
+    if kept:
+        data |= {"cache": str(tmp_path / "cache")}
+    task = make_task(options(recipe={"preset": "described"}, data=data, model=frozen() if kept else {}))
+    batches = list(task.loader(0, 0))
+    assert sorted(int(batch.ids.lt(5).sum()) for batch in batches) == [0, 4]
+    for batch in batches:
+        task.loss(batch, 0)["total"].backward()
+    assert all(grad.isfinite().all() for grad in gradients(task.model).values())
+
+
+def test_too_few_pictures_to_stand_apart_are_refused(tmp_path):
+    data = {"folder": half_described(tmp_path, 3), "apart": True}
+    assert refusal(lambda: make_task(options(data=data))) == (
+        "data.apart: expected at least a batch of 4 images with a description, found 3"
+    )
+
+
+def test_the_global_loss_keeps_its_temperature_whatever_the_scores():
+    task = make_task(
+        options(recipe={"preset": "laps"}, model={"global_term": "score"}, objective={"loss": "info_nce"})
+    )
+    task.model.eval()
+    batch = next(iter(task.loader(0, 0)))
+    with torch.no_grad():
+        before = task.loss(batch, 0)
+        task.model.log_temperature += 1
+        after = task.loss(batch, 0)
+    assert after["global"] == before["global"]
+    assert after["alignment"] != before["alignment"]
+
+
 def test_captions_of_one_image_are_no_negatives():
     task = make_task(options(recipe={"preset": "laps"}))
     model = task.model.eval()

@@ -225,7 +225,13 @@ class Features:
         if store is None:
             raise ValueError("texts: expected kept features, found a backbone that learns")
         empty = torch.zeros(0, store.channels)
-        return Tokens.ragged([empty if text is None else store[text_key(text, limit)] for text in texts])
+        rows = [empty if text is None else store[text_key(text, limit)] for text in texts]
+        if any(len(row) for row in rows):
+            return Tokens.ragged(rows)
+        # The layers above look for a word behind the ends, be it padding.
+        longest = self.model.text_encoder.context + 1
+        mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+        return Tokens(torch.zeros(len(rows), longest, store.channels), mask)
 
     @torch.no_grad()
     def pooled(self, source: Source, limit: int) -> Pooled:

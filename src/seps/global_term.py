@@ -37,10 +37,14 @@ class GlobalPool(nn.Module):
 
 
 class GlobalTerm(nn.Module):
-    """Cosine of an image's and a text's one vector, weighed by a learned weight where it is scored."""
+    """Cosine of an image's and a text's one vector, weighed by a learned weight where it is scored.
 
-    def __init__(self, channels: int, weight: float, scored: bool) -> None:
+    Its loss has a temperature of its own: cosines stay cosines, whatever a score adds up to.
+    """
+
+    def __init__(self, channels: int, weight: float, scored: bool, temperature: float) -> None:
         super().__init__()
+        self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature)))
         self.images = GlobalPool(channels)
         self.texts = GlobalPool(channels)
         self.raw_weight = nn.Parameter(torch.tensor(float(weight)).expm1().log()) if scored else None
@@ -49,3 +53,13 @@ class GlobalTerm(nn.Module):
     def weight(self) -> Tensor | None:
         """The learned weight, above zero; None where the term is not scored."""
         return None if self.raw_weight is None else functional.softplus(self.raw_weight)
+
+    @property
+    def temperature(self) -> Tensor:
+        """Of the InfoNCE between the vectors alone."""
+        return lowered(self.log_temperature)
+
+
+def lowered(log_temperature: Tensor) -> Tensor:
+    """A learned temperature, never below a hundredth."""
+    return log_temperature.exp().clamp(min=0.01)

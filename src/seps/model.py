@@ -21,7 +21,7 @@ from seps.configuration import SepsConfig, recipe_of
 from seps.data.text import WordTokenizer
 from seps.eightbit import fill_shrunk, write_shrunk
 from seps.encoders import build_image_encoder, build_text_encoder
-from seps.global_term import GlobalTerm
+from seps.global_term import GlobalTerm, lowered
 from seps.head import SlimHead
 from seps.naming import reason
 from seps.pairwise.prepared import full_precision
@@ -62,7 +62,7 @@ class SepsModel(PreTrainedModel):
         self.global_term = (
             None
             if config.global_term == "none"
-            else GlobalTerm(config.channels, config.global_weight, scored)
+            else GlobalTerm(config.channels, config.global_weight, scored, config.initial_temperature)
         )
         self.log_temperature = nn.Parameter(torch.tensor(math.log(config.initial_temperature)))
         self.post_init()
@@ -77,8 +77,13 @@ class SepsModel(PreTrainedModel):
 
     @property
     def temperature(self) -> Tensor:
-        """Of InfoNCE: learned, and never below a hundredth."""
-        return self.log_temperature.exp().clamp(min=0.01)
+        """Of InfoNCE between scores: learned, and never below a hundredth."""
+        return lowered(self.log_temperature)
+
+    @property
+    def global_temperature(self) -> Tensor:
+        """Of InfoNCE between the global vectors."""
+        return self.temperature if self.global_term is None else self.global_term.temperature
 
     def encode_images(self, pixels: Tensor) -> Tokens:
         """(B,3,H,W) -> patches (B,N,C), and CLS if the backbone has one"""

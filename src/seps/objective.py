@@ -71,7 +71,7 @@ def retrieval_loss(
     joint_ids = gather(image_ids)
     if settings.scored == "global":
         cosines = gather(model.global_images(images)) @ gather(model.global_texts(texts)).T
-        return {"total": match(cosines, joint_ids, settings, model.temperature, epoch)}
+        return {"total": match(cosines, joint_ids, settings, model.global_temperature, epoch)}
     recipe = model.recipe
     joint_texts = gather_tokens(texts)
     if dense is not None and recipe.dense_side == "text":
@@ -83,7 +83,7 @@ def retrieval_loss(
     losses = {"total": alignment + ratio, "alignment": alignment, "ratio": ratio}
     if model.global_term is not None and settings.global_weight > 0:
         cosines = gather(model.global_images(images)) @ gather(model.global_texts(texts)).T
-        losses["global"] = match(cosines, joint_ids, settings, model.temperature, epoch)
+        losses["global"] = match(cosines, joint_ids, settings, model.global_temperature, epoch)
         losses["total"] = losses["total"] + settings.global_weight * losses["global"]
     return losses
 

@@ -70,6 +70,9 @@ class DataOptions(ReadOptions):
     """Images that are encoded at once; the negatives stay those of the whole batch."""
     draws: Literal["image", "caption"] = "image"
     """An epoch sees every image once with a random caption, or every caption once."""
+    apart: bool = False
+    """Pictures with a description and pictures without fill batches of their own, so that descriptions are told
+    from descriptions."""
     workers: int = 0
     """Processes that decode images."""
     word_noise: float = 0.2

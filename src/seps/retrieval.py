@@ -80,6 +80,7 @@ class RetrievalTask:
             rank=self.world.rank,
             world_size=self.world.size,
             draws=options.data.draws,
+            groups=self._groups(),
         )
         if options.model.start is None and options.model.projections == "cca":
             start_projections(model, self._pooled(), options.model.ridge)
@@ -97,6 +98,20 @@ class RetrievalTask:
                 f"data.batch_size: expected at most the {len(self.train)} images of split {data.train!r} "
                 f"of {', '.join((data.folder, *data.also))}, found {data.batch_size}"
             )
+
+    def _groups(self) -> list[int] | None:
+        """Which records have a description, where those are kept apart."""
+        data = self.options.data
+        if not data.apart:
+            return None
+        groups = [int(self.train[index].dense is not None) for index in range(len(self.train))]
+        for group, which in enumerate(("without", "with")):
+            if 0 < groups.count(group) < data.batch_size:
+                raise ValueError(
+                    f"data.apart: expected at least a batch of {data.batch_size} images {which} a description, "
+                    f"found {groups.count(group)}"
+                )
+        return groups
 
     def _open_features(self) -> Features | None:
         """Kept features, completed by the first process; pictures without any are left out of the data."""

@@ -107,6 +107,30 @@ def test_a_sampler_resumes_at_any_step(step: int, epoch: int) -> None:
     assert list(sampler.at(epoch + 1)) != whole
 
 
+@given(st.integers(0, 99), st.integers(1, 2), st.sampled_from(["image", "caption"]))
+def test_groups_fill_batches_of_their_own_in_mixed_order(seed: int, world: int, draws: str) -> None:
+    groups = [0] * 13 + [1] * 9
+    ranks = [
+        list(EpochSampler([2] * 22, 2, seed, rank=rank, world_size=world, draws=draws, groups=groups))  # type: ignore[arg-type]
+        for rank in range(world)
+    ]
+    joint = [[draw.record for part in step for draw in part] for step in zip(*ranks, strict=True)]
+    found = [{groups[record] for record in batch} for batch in joint]
+    assert all(len(each) == 1 for each in found)
+    counts = [sum(each == {group} for each in found) for group in (0, 1)]
+    rounds = 1 if draws == "image" else 2
+    assert counts == [rounds * groups.count(group) // (2 * world) for group in (0, 1)]
+    assert all(len(set(batch)) == len(batch) for batch in joint)
+
+
+def test_groups_take_turns_at_random() -> None:
+    sampler = EpochSampler([1] * 80, 2, seed=1, groups=[0] * 40 + [1] * 40)
+    turns = [batch[0].record // 40 for batch in sampler]
+    assert turns != sorted(turns)
+    assert [batch[0].record // 40 for batch in sampler.at(1)] != turns
+    assert list(sampler.at(0, 7)) == list(sampler)[7:]
+
+
 def test_captions_of_one_image_wait_for_batches_of_their_own() -> None:
     order = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (3, 0), (4, 0)]
     assert list(distinct_batches(order, 2)) == [[(0, 0), (1, 0)], [(0, 1), (2, 0)], [(0, 2), (3, 0)]]

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 SUBSTITUTES = 8
 """So many records after a broken one are tried in its place before training stops."""
 
-ORDER, IMAGE, CAPTION, WORDS = range(4)
+ORDER, IMAGE, CAPTION, WORDS, TURNS = range(5)
 
 
 def generator_for(seed: int, epoch: int, purpose: int, index: int = 0) -> np.random.Generator:
@@ -46,7 +46,8 @@ class EpochSampler:
     `captions` counts the captions of every record. An epoch of `draws="image"` sees every image once with a
     random caption, of `draws="caption"` every caption once; where counts differ, every image comes as often
     as the median one, so that epochs are equally long. Over all processes no batch holds two captions of an
-    image unless `repeats` allows it; what does not fill a last batch is left for another epoch.
+    image unless `repeats` allows it; what does not fill a last batch is left for another epoch. Where `groups`
+    names the group of every record, a batch holds records of one group alone.
     """
 
     captions: Sequence[int]
@@ -58,6 +59,7 @@ class EpochSampler:
     world_size: int = 1
     draws: Literal["image", "caption"] = "image"
     repeats: bool = False
+    groups: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.world_size < 1:
@@ -113,8 +115,19 @@ class EpochSampler:
 
     @cached_property
     def _batches(self) -> list[list[tuple[int, int]]]:
-        whole = self.batch_size * self.world_size
         order = self._order()
+        if self.groups is None:
+            return self._divide(order)
+        apart: dict[int, list[tuple[int, int]]] = {}
+        for draw in order:
+            apart.setdefault(self.groups[draw[0]], []).append(draw)
+        batches = [batch for group in sorted(apart) for batch in self._divide(apart[group])]
+        turns = generator_for(self.seed, self.epoch, TURNS).permutation(len(batches))
+        return [batches[turn] for turn in turns]
+
+    def _divide(self, order: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """The full batches of some draws, in their order."""
+        whole = self.batch_size * self.world_size
         if self.repeats:
             return [order[i : i + whole] for i in range(0, len(order) - whole + 1, whole)]
         return list(distinct_batches(order, whole))

@@ -140,5 +140,6 @@ class Neck(nn.Module):
         Hidden is the distance from the mean token: zero says much of a feature that is never negative.
         """
         stays = torch.rand(len(features), 1, self.width, device=features.device) >= self.channel_dropout
-        mean = (features.flatten(0, 1) if mask is None else features[mask]).detach().mean(0)
+        real = features.flatten(0, 1) if mask is None or not mask.any() else features[mask]
+        mean = real.detach().mean(0)
         return mean + (features - mean) * stays.to(features.dtype) / (1 - self.channel_dropout)
