@@ -71,8 +71,8 @@ class DataOptions(ReadOptions):
     draws: Literal["image", "caption"] = "image"
     """An epoch sees every image once with a random caption, or every caption once."""
     apart: bool = False
-    """Pictures with a description and pictures without fill batches of their own, so that descriptions are told
-    from descriptions."""
+    """Pictures with a description and pictures without fill batches of their own, so that descriptions are
+    told from descriptions."""
     workers: int = 0
     """Processes that decode images."""
     word_noise: float = 0.2

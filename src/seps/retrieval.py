@@ -108,8 +108,8 @@ class RetrievalTask:
         for group, which in enumerate(("without", "with")):
             if 0 < groups.count(group) < data.batch_size:
                 raise ValueError(
-                    f"data.apart: expected at least a batch of {data.batch_size} images {which} a description, "
-                    f"found {groups.count(group)}"
+                    f"data.apart: expected at least a batch of {data.batch_size} images {which} a "
+                    f"description, found {groups.count(group)}"
                 )
         return groups
 

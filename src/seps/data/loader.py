@@ -46,8 +46,8 @@ class EpochSampler:
     `captions` counts the captions of every record. An epoch of `draws="image"` sees every image once with a
     random caption, of `draws="caption"` every caption once; where counts differ, every image comes as often
     as the median one, so that epochs are equally long. Over all processes no batch holds two captions of an
-    image unless `repeats` allows it; what does not fill a last batch is left for another epoch. Where `groups`
-    names the group of every record, a batch holds records of one group alone.
+    image unless `repeats` allows it; what does not fill a last batch is left for another epoch. Where
+    `groups` names the group of every record, a batch holds records of one group alone.
     """
 
     captions: Sequence[int]
