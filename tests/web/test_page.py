@@ -270,6 +270,21 @@ def test_what_goes_wrong_is_said(page, serve, world):
     page.unroute("**/search")
 
 
+def test_an_empty_query_is_told_what_to_do(page, serve, world):
+    """The sentence goes with the first letter, and leaves nothing behind that holds a search back."""
+    said = "document.querySelector('#query').validationMessage"
+    page.goto(serve())
+    page.wait_for_selector(".card")
+    page.fill("#query", "   ")
+    page.press("#query", "Enter")
+    assert "few words" in page.evaluate(said)
+    assert page.locator(".mark").count() == 0
+    page.fill("#query", "red")
+    assert page.evaluate(said) == ""
+    page.press("#query", "Enter")
+    page.wait_for_selector(".mark")
+
+
 def test_while_it_waits_it_says_so(page, serve):
     page.goto(serve())
     page.wait_for_selector(".card")

@@ -121,6 +121,7 @@ function setSample(file) {
 function go(text, remember) {
   setSample(null);
   query.value = text;
+  query.setCustomValidity("");
   if (remember) history.pushState(null, "", text ? `/?q=${encodeURIComponent(text)}` : "/");
   if (text) return searchText(text);
   document.title = "seps: search pictures";
@@ -149,9 +150,12 @@ const firstPicture = (list) => [...(list || [])].find((file) => file.type.starts
 $("search").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = query.value.trim();
-  if (text) go(text, true);
-  else if (!sample) query.focus();
+  if (text) return go(text, true);
+  if (sample) return;
+  query.setCustomValidity("Type a few words first, or drop a picture.");
+  query.reportValidity();
 });
+query.addEventListener("input", () => query.setCustomValidity(""));
 $("sample").querySelector("button").addEventListener("click", () => {
   go("", true);
   query.focus();
