@@ -30,6 +30,7 @@ ORDER = [
     "configuration",
     "global_term",
     "model",
+    "blending",
     "shrinking",
     "compat",
     "checkpoints",

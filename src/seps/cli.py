@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
         "seps.checkpoints", "ImportOptions", "run", "turn an official .pth into a model folder"
     ),
     "weigh": Command("seps.weighing", "WeighOptions", "run", "fit how much each term of a score counts"),
+    "blend": Command("seps.blending", "BlendOptions", "run", "average a model and one trained from it"),
     "shrink": Command("seps.shrinking", "ShrinkOptions", "run", "write a model folder in eight bits"),
     "caption": Command("seps.captions", "CaptionOptions", "run", "describe images with a multimodal model"),
     "index": Command("seps.gallery.commands", "IndexOptions", "run_index", "index a folder of pictures"),
