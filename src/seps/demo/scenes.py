@@ -47,25 +47,30 @@ class Trained:
 
 
 def plan(folder: Path) -> TrainOptions:
-    """The training of the demonstration: light encoders, descriptions on the image side."""
+    """The training of the demonstration: light encoders, descriptions on the image side.
+
+    A patch of these images knows of nothing but itself (layers=0), so what shows a thing is worth keeping;
+    and most patches are background, as their mean is, so it has little say in what is kept (mixing).
+    """
     return TrainOptions(
         run=FitSettings(folder=str(folder / "model"), epochs=16, evaluate_epochs=16),
         data=DataOptions(scenes=SCENES, batch_size=32, word_noise=0.1, least_crop=0.8),
         model=ModelOptions(
             channels=96,
-            image_encoder={**LIGHT, "size": SCENES.size, "layers": 2},
+            image_encoder={**LIGHT, "size": SCENES.size, "layers": 0},
             text_encoder={**LIGHT, "layers": 1},
             global_term="score",
         ),
         recipe=RecipeOptions(
             preset="described",
-            selection="straight_through",
-            mixing=0.1,
+            selection="gates",
+            mixing=0.02,
             keep_ratio=0.3,
             aggregate_ratio=0.5,
-            description_dropout=0.5,
+            sharpness=8,
+            description_dropout=0.75,
         ),
-        objective=ObjectiveSettings(loss="info_nce"),
+        objective=ObjectiveSettings(loss="info_nce", global_weight=3),
         optim=OptimSettings(lr=1.5e-3, schedule="cosine", warmup_steps=20),
         device="cpu",
     )
