@@ -30,8 +30,11 @@ MINI := --data.folder $(DATA)/flickr8k --data.also '["$(DATA)/coco_dense"]' --da
 mini: .venv ## train the default model again (DATA=folder of its photographs; hours)
 	@$(RUN) -m seps train examples/mini/encoders.yaml $(MINI)
 	@$(RUN) -m seps train examples/mini/head.yaml $(MINI)
-	@rm -rf runs/mini-weighed runs/seps-mini
-	@$(RUN) -m seps weigh runs/mini-head/best $(DATA)/coco_dense runs/mini-weighed --cache $(DATA)/kept
+	@rm -rf runs/mini-head-weighed runs/mini-blended runs/mini-weighed runs/seps-mini
+	@$(RUN) -m seps weigh runs/mini-head/best $(DATA)/coco_dense runs/mini-head-weighed --cache $(DATA)/kept
+	@$(RUN) -m seps train examples/mini/descriptions.yaml --data.folder $(DATA)/coco_dense --data.cache $(DATA)/kept
+	@$(RUN) -m seps blend runs/mini-head-weighed runs/mini-descriptions/best runs/mini-blended
+	@$(RUN) -m seps weigh runs/mini-blended $(DATA)/coco_dense runs/mini-weighed --cache $(DATA)/kept
 	@$(RUN) -m seps shrink runs/mini-weighed runs/seps-mini
 
 lint: .venv ## check style and format
