@@ -57,7 +57,8 @@ def saved_bytes(run: Callable[[], object], weights: set[int]) -> int:
     return sum(kept.values())
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """What is asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,7 +66,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="of the backbone")
     parser.add_argument("--channels", type=int, default=512, help="of the slimmer")
     parser.add_argument("--repeats", type=int, default=3, help="runs of which the median is taken")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def print_table(forward: dict[str, float], both: dict[str, float], memory: dict[str, int]) -> None:
+    """Seconds and bytes of every part, and their share of the backbone's."""
+    print("| part | forward | share | forward and backward | share | kept for backward | share |")
+    print("|---|---|---|---|---|---|---|")
+    for name, once in forward.items():
+        cells = [f"{once * 1e3:.1f} ms", f"{100 * once / forward['backbone']:.1f} %"]
+        cells += [f"{both[name] * 1e3:.1f} ms", f"{100 * both[name] / both['backbone']:.1f} %"]
+        cells += [f"{memory[name] / 2**20:.1f} MiB", f"{100 * memory[name] / memory['backbone']:.1f} %"]
+        print("| " + " | ".join([name, *cells]) + " |")
+
+
+def main() -> None:
+    given = parse()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     spec = {"kind": "huggingface", "config": {**VIT, "num_hidden_layers": given.layers}, "size": [256, 128]}
@@ -116,13 +132,7 @@ def main() -> None:
     whole, slim_bytes = (3 * each * given.channels * 4 / 2**10 for each in (encoder.patches, tokens))
     print(f"{encoder.patches} patches -> {tokens} tokens a modality, {whole:.0f} -> {slim_bytes:.0f} KiB a")
     print(f"sighting; the slimmer has {count:,} weights beside {body:,} of the backbone\n")
-    print("| part | forward | share | forward and backward | share | kept for backward | share |")
-    print("|---|---|---|---|---|---|---|")
-    for name, once in forward.items():
-        cells = [f"{once * 1e3:.1f} ms", f"{100 * once / forward['backbone']:.1f} %"]
-        cells += [f"{both[name] * 1e3:.1f} ms", f"{100 * both[name] / both['backbone']:.1f} %"]
-        cells += [f"{memory[name] / 2**20:.1f} MiB", f"{100 * memory[name] / memory['backbone']:.1f} %"]
-        print("| " + " | ".join([name, *cells]) + " |")
+    print_table(forward, both, memory)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ from seps.evaluation import (
     score_all,
 )
 from seps.metrics import measure_retrieval
+from seps.model import save
 from seps.report import SCORES, EvalOptions, Scores, combine, markdown, run, summarise
 from seps.report_page import extremes, report_html
-from seps.retrieval import build_model, save
+from seps.retrieval import build_model
 from seps.sources import ReadOptions, SceneOptions, open_source, truths_of
 from seps.tokens import Tokens
 from test_retrieval import LIGHT, options

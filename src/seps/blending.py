@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from seps.data.records import folder_beside, require_vacant
-from seps.model import SepsModel, load
+from seps.model import SepsModel, load, save
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,7 @@ def run(options: BlendOptions) -> int:
     model, processor = load(options.model)
     blend(model, load(options.other)[0], options.share)
     with folder_beside(out) as folder:
-        for part in (model, processor):
-            part.save_pretrained(folder)
+        save(model, processor, folder)
     logger.info("%s: %g of %s, the rest of %s", out, options.share, options.other, options.model)
     return 0
 

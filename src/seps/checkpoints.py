@@ -25,7 +25,7 @@ from torch import Tensor
 from seps.compat import import_state_dict
 from seps.data.records import folder_beside, require_vacant
 from seps.encoders.huggingface import IMAGENET, special_ids
-from seps.model import SepsConfig, SepsModel, SepsProcessor
+from seps.model import SepsConfig, SepsModel, SepsProcessor, save
 from seps.naming import reason
 from seps.processor import read_pieces
 from seps.recipe import PRESETS, Recipe, Side
@@ -71,8 +71,7 @@ def run(options: ImportOptions) -> int:
         options.checkpoint, options.tokenizer, options.recipe, options.dense_side
     )
     with folder_beside(output) as folder:
-        for part in (model, processor):
-            part.save_pretrained(folder)
+        save(model, processor, folder)
     logger.info("%s: wrote a model folder with recipe %s", output, model.recipe)
     return 0
 

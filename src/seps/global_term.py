@@ -57,9 +57,9 @@ class GlobalTerm(nn.Module):
     @property
     def temperature(self) -> Tensor:
         """Of the InfoNCE between the vectors alone."""
-        return lowered(self.log_temperature)
+        return temperature_of(self.log_temperature)
 
 
-def lowered(log_temperature: Tensor) -> Tensor:
+def temperature_of(logarithm: Tensor) -> Tensor:
     """A learned temperature, never below a hundredth."""
-    return log_temperature.exp().clamp(min=0.01)
+    return logarithm.exp().clamp(min=0.01)

@@ -21,7 +21,7 @@ from seps.configuration import SepsConfig, recipe_of
 from seps.data.text import WordTokenizer
 from seps.eightbit import fill_shrunk, write_shrunk
 from seps.encoders import build_image_encoder, build_text_encoder
-from seps.global_term import GlobalTerm, lowered
+from seps.global_term import GlobalTerm, temperature_of
 from seps.head import SlimHead
 from seps.naming import reason
 from seps.pairwise.prepared import full_precision
@@ -78,7 +78,7 @@ class SepsModel(PreTrainedModel):
     @property
     def temperature(self) -> Tensor:
         """Of InfoNCE between scores: learned, and never below a hundredth."""
-        return lowered(self.log_temperature)
+        return temperature_of(self.log_temperature)
 
     @property
     def global_temperature(self) -> Tensor:
@@ -309,6 +309,20 @@ def located(name: str | PathLike[str]) -> str | Path:
             f"found no such folder in {Path.cwd()}"
         )
     return str(name)
+
+
+def save(model: SepsModel, processor: SepsProcessor, folder: Path) -> None:
+    """Write both into one folder, without a progress bar of the ecosystem's between ours."""
+    from transformers.utils import logging as ecosystem
+
+    shown = ecosystem.is_progress_bar_enabled()
+    ecosystem.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+    finally:
+        if shown:
+            ecosystem.enable_progress_bar()
 
 
 def save_small(model: SepsModel, processor: SepsProcessor, folder: str | PathLike[str]) -> Path:

@@ -69,9 +69,13 @@ def retrieval_loss(
     images, texts and their dense text: this process's part, text i belonging to image i; image_ids (B,)
     """
     joint_ids = gather(image_ids)
-    if settings.scored == "global":
+
+    def match_vectors() -> Tensor:
         cosines = gather(model.global_images(images)) @ gather(model.global_texts(texts)).T
-        return {"total": match(cosines, joint_ids, settings, model.global_temperature, epoch)}
+        return match(cosines, joint_ids, settings, model.global_temperature, epoch)
+
+    if settings.scored == "global":
+        return {"total": match_vectors()}
     recipe = model.recipe
     joint_texts = gather_tokens(texts)
     if dense is not None and recipe.dense_side == "text":
@@ -82,8 +86,7 @@ def retrieval_loss(
     ratio = ratio_of(recipe, [gather(share.reshape(1)).mean() for share in shares])
     losses = {"total": alignment + ratio, "alignment": alignment, "ratio": ratio}
     if model.global_term is not None and settings.global_weight > 0:
-        cosines = gather(model.global_images(images)) @ gather(model.global_texts(texts)).T
-        losses["global"] = match(cosines, joint_ids, settings, model.global_temperature, epoch)
+        losses["global"] = match_vectors()
         losses["total"] = losses["total"] + settings.global_weight * losses["global"]
     return losses
 

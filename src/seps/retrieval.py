@@ -26,7 +26,7 @@ from seps.data.text import MOST_WORDS, Encoded, WordNoise, augment_encoded
 from seps.distributed import World, joined, wait
 from seps.evaluation import evaluate
 from seps.features import Features, Pooled, may_mirror, pool, start_projections
-from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load
+from seps.model import SepsConfig, SepsModel, SepsProcessor, create, load, save
 from seps.objective import encode_in_parts, retrieval_loss
 from seps.options import TrainOptions, recipe_from
 from seps.sources import count_described, open_joined, open_source, refuse_shared
@@ -256,20 +256,6 @@ class RetrievalTask:
     def save(self, folder: Path) -> None:
         """The model and its processor as a folder that travels."""
         save(self.model, self.processor, folder)
-
-
-def save(model: SepsModel, processor: SepsProcessor, folder: Path) -> None:
-    """Write both into one folder, without a progress bar of the ecosystem's between ours."""
-    from transformers.utils import logging as ecosystem
-
-    shown = ecosystem.is_progress_bar_enabled()
-    ecosystem.disable_progress_bar()
-    try:
-        model.save_pretrained(folder)
-        processor.save_pretrained(folder)
-    finally:
-        if shown:
-            ecosystem.enable_progress_bar()
 
 
 def disturb(

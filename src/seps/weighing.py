@@ -20,7 +20,8 @@ from torch.nn import functional
 from seps.data.records import folder_beside, require_vacant
 from seps.evaluation import Corpus, encode, score_all, score_globally
 from seps.features import Features
-from seps.model import SepsModel, load
+from seps.head import DescriptionMatch
+from seps.model import SepsModel, load, save
 from seps.sources import ReadOptions, open_source
 
 logger = logging.getLogger(__name__)
@@ -75,35 +76,36 @@ def run(options: WeighOptions) -> int:
     model, processor = load(options.model)
     source = open_source(options.data, options.read, options.split)
     features = None if options.cache is None else Features.open(options.cache, model, processor)
-    require_terms(model)
+    weighed_parts(model)
     terms = measure_terms(model, encode(model, processor, source, features))
     weigh(model, terms)
     with folder_beside(out) as folder:
-        for part in (model, processor):
-            part.save_pretrained(folder)
+        save(model, processor, folder)
     logger.info("%s: %s", out, describe(model))
     return 0
 
 
-def require_terms(model: SepsModel) -> None:
-    """Refuse a model that has nothing to weigh."""
-    if model.head.description is None or model.global_term is None or model.global_term.weight is None:
+def weighed_parts(model: SepsModel) -> tuple[DescriptionMatch, nn.Parameter, Tensor]:
+    """The match of descriptions, the raw weight of the global term and its weight; refused without them."""
+    match, term = model.head.description, model.global_term
+    if match is None or term is None or term.raw_weight is None or term.weight is None:
         raise ValueError(
             "model: expected a recipe with dense='matched' and global_term='score', found "
             f"dense={model.recipe.dense!r} and global_term={model.config.global_term!r}"
         )
+    return match, term.raw_weight, term.weight
 
 
 @torch.no_grad()
 def measure_terms(model: SepsModel, corpus: Corpus) -> Terms:
     """What every term says of every pair: the score with and without descriptions, taken apart."""
-    match, term = model.head.description, model.global_term
-    if match is None or term is None or term.weight is None or corpus.dense is None:
+    match, _, pull = weighed_parts(model)
+    if corpus.dense is None:
         raise ValueError("data: expected pictures with descriptions, found none")
     if not bool(corpus.dense.present.all()):
         raise ValueError("data: expected a description of every picture, found some without")
     cosines = score_globally(model, corpus)
-    added = (term.weight * cosines.to(term.weight.device)).cpu()
+    added = (pull * cosines.to(pull.device)).cpu()
     bare = score_all(model, replace(corpus, dense=None)) - added
     full = score_all(model, corpus) - added
     weight, scale, shift = (float(each) for each in (match.weight, match.absent_scale, match.absent_shift))
@@ -116,10 +118,8 @@ def weigh(model: SepsModel, terms: Terms) -> None:
 
     The temperature becomes that of the described gallery's scores, so that training can go on from here.
     """
-    match, term = model.head.description, model.global_term
-    if match is None or term is None or term.weight is None or term.raw_weight is None:
-        raise ValueError("model: expected terms to weigh, found none")
-    weights = nn.Parameter(torch.stack([match.weight, term.weight]).detach().log().cpu())
+    match, raw, pull = weighed_parts(model)
+    weights = nn.Parameter(torch.stack([match.weight, pull]).detach().log().cpu())
     scale = nn.Parameter(match.absent_scale.detach().clone().cpu())
     log_temperatures = nn.Parameter(torch.full((2,), 0.05).log())
     fitted = [weights, scale, log_temperatures]
@@ -138,7 +138,7 @@ def weigh(model: SepsModel, terms: Terms) -> None:
     optimiser.step(loss)
     with torch.no_grad():
         match.raw_weight.copy_(weights[0].exp().expm1().log())
-        term.raw_weight.copy_(weights[1].exp().expm1().log())
+        raw.copy_(weights[1].exp().expm1().log())
         match.absent_scale.copy_(scale)
         match.absent_shift.copy_(fair_shift(terms, weights.exp(), scale))
         model.log_temperature.copy_(log_temperatures[0])
@@ -181,10 +181,8 @@ def contrast(logits: Tensor, owners: Tensor) -> Tensor:
 
 def describe(model: SepsModel) -> str:
     """The four numbers as text."""
-    match, term = model.head.description, model.global_term
-    if match is None or term is None or term.weight is None:
-        return "nothing to weigh"
-    own = (match.weight, term.weight, match.absent_scale, match.absent_shift)
+    match, _, pull = weighed_parts(model)
+    own = (match.weight, pull, match.absent_scale, match.absent_shift)
     words, vectors, scale, shift = (float(each.detach()) for each in own)
     return (
         f"patches 1, words of descriptions {words:.3f}, global vectors {vectors:.3f}, "
